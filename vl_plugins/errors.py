@@ -240,13 +240,12 @@ def unknown_name(kind: str, name: Any, known: Iterable[str]) -> UserError:
 def _nearest(name: str, known: list[str]) -> str | None:
     """Return the name that was probably meant: ``scale`` for ``logit_scale``, ``CosineSimilarity`` for ``cosine``."""
     name = name.casefold()
-    by_folded = {str(known_name).casefold(): known_name for known_name in reversed(known)}
+    by_folded = {str(known_name).casefold(): known_name for known_name in reversed(known)}  # equal ones: the first
     endings = [folded for folded in by_folded if name.endswith("_" + folded)]
     similar = difflib.get_close_matches(name, by_folded, n=1)
     beginnings = sorted((folded for folded in by_folded if len(name) > 2 and folded.startswith(name)), key=len)
-    for folded in [*endings, *similar, *beginnings]:
-        return by_folded[folded]
-    return None
+    candidates = [*endings, *similar, *beginnings]
+    return by_folded[candidates[0]] if candidates else None
 
 
 def number(name: str, value: Any, least: float = -math.inf, above: float = -math.inf, kind: type = float) -> Any:

@@ -134,7 +134,7 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
         kind = type(self).__name__
         if name == "of_negatives":
             raise AttributeError(f"of_negatives belongs to the class: write it into the body of {kind}")
-        is_list = isinstance(value, (list, tuple, np.ndarray))
+        is_list = isinstance(value, (list, tuple, np.ndarray)) and np.ndim(value) > 0
         if name == "margin" and (is_list or (is_one_of_each(value) and value.numel() > 1)):
             advice = "UnifiedLoss takes one for each caption"
             if name in self.numbers:

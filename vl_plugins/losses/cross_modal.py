@@ -191,7 +191,7 @@ class CrossModalLoss(nn.Module):
 def _check_gathering(loss: Any, miner: Any) -> None:
     """Raise ``ValueError`` for a loss that gathers where both directions, or the regularization, are added here."""
     by_direction = miner is not None or hasattr(loss, "regularization")
-    if isinstance(loss, DistributedLoss) or (gathers(loss) and by_direction):
+    if isinstance(loss, DistributedLoss) or (by_direction and gathers(loss)):
         raise ValueError(
             f"{type(loss).__name__} would gather by itself: give CrossModalLoss a loss without "
             "gather_across_devices, and wrap both, DistributedLoss(CrossModalLoss(loss, miner))"

@@ -30,9 +30,8 @@ def reduced(
         inputs: the embeddings, or the matrix.
         numbers: of the call, which may have gradients.
     """
-    rows, columns = inputs[0].shape[:2] if batch is None else (len(batch.all_rows), len(batch.all_columns))
-    if isinstance(loss.reducer, PerAnchorReducer) and columns > rows:  # it fills a square matrix
-        raise ValueError(f"PerAnchorReducer needs at least as many images as captions, got {rows} and {columns}")
+    if isinstance(loss.reducer, PerAnchorReducer):
+        _check_fits_a_square(inputs, batch)
     has_pairs = all(len(of_direction.values) > 0 for of_direction in losses)
     pairs = losses[0]
     if batch is not None and not batch.is_whole:
@@ -57,6 +56,15 @@ def reduced(
     if not has_pairs:  # or parameters, as of a distance, have no gradients
         sources += [parameter for parameter in loss.parameters() if parameter.requires_grad]
     return _in_graph_of(result, sources)
+
+
+def _check_fits_a_square(inputs: list[Tensor], batch: Batch | None) -> None:
+    """Raise ``ValueError`` for more candidates than anchors: the reducer has as many columns as rows."""
+    rows, columns = inputs[0].shape[:2]
+    if batch is not None:
+        rows, columns = len(batch.all_rows), len(batch.all_columns)
+    if columns > rows:
+        raise ValueError(f"PerAnchorReducer needs at least as many images as captions, got {rows} and {columns}")
 
 
 def _of_pairs(loss: Any, pairs: PairLosses) -> dict[str, Any]:
