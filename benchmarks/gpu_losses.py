@@ -1,4 +1,4 @@
-"""Time and memory of all losses at several batch sizes, open_clip's also compiled: tables in Markdown.
+"""Time and memory of losses at several batch sizes: tables in Markdown.
 
 A loss that does not fit into memory or gets no time is left out, and the reason is kept.
 """
@@ -7,38 +7,49 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from benchmarks.losses import PEERS, Loss, metric_loss, random_sides, step
+from benchmarks.gpu_rows import BASELINE, COMPILED_BASELINE, Row
+from benchmarks.losses import random_sides
 from benchmarks.measurement import clock, extra_bytes, time_rounds
-from vl_plugins import create_loss
 
-BASELINE = "open_clip's `ClipLoss`"
-LOSSES_OF_VECTORS = ("unified", "vlc", "triplet_hn", "triplet_sh", "goal")
-SET_SIZE = 4
 FEWEST_ROUNDS = 3
+CALLS_BEFORE_ROUNDS = 2  # one compiles and allocates what stays allocated, one measures memory
+SECONDS_TO_COMPILE = 20  # a guess: with less time, nothing is compiled any more
 LONGEST_REASON = 160  # characters
 NO_TIME = "no time left"
 
 
-class Row(NamedTuple):
-    """A loss in the tables.
+class Size(NamedTuple):
+    """How large a batch is.
 
     Attributes:
-        label: first cell of the row, in Markdown.
-        loss: called with images, texts and labels.
-        set_size: number of vectors of an image or text; 0 for a loss of single vectors.
+        batch: number of images, and of texts.
+        dimension: of the embeddings.
     """
 
-    label: str
-    loss: Loss
-    set_size: int = 0
+    batch: int
+    dimension: int
+
+
+class Call(NamedTuple):
+    """A loss that was called, and is ready to be timed.
+
+    Attributes:
+        run: the forward and the backward pass.
+        seconds: what a call took.
+        bytes: peak of allocated memory, gradients included.
+    """
+
+    run: Callable[[], None]
+    seconds: float
+    bytes: int
 
 
 class Measurement(NamedTuple):
@@ -47,36 +58,34 @@ class Measurement(NamedTuple):
     Attributes:
         seconds: median over the rounds.
         ratio: median over the rounds of the ratio to :data:`BASELINE` in the same round; None without a baseline.
+        ratio_to_compiled: the same for :data:`COMPILED_BASELINE`.
         bytes: peak of allocated memory, gradients included.
     """
 
     seconds: float
     ratio: float | None
+    ratio_to_compiled: float | None
     bytes: int
 
 
 @dataclass
 class Results:
-    """Measurements by label and batch size, and the batch sizes that are missing by label and reason."""
+    """Measurements by label and size, and the sizes that are missing by label and reason."""
 
-    measurements: dict[tuple[str, int], Measurement] = field(default_factory=dict)
-    missing: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    measurements: dict[tuple[str, Size], Measurement] = field(default_factory=dict)
+    missing: dict[tuple[str, str], list[Size]] = field(default_factory=dict)
 
-    def skip(self, label: str, size: int, reason: str) -> None:
+    def skip(self, label: str, size: Size, reason: str) -> None:
         self.missing.setdefault((label, reason), []).append(size)
 
-
-def loss_rows(compiler: str) -> Iterator[Row]:
-    """Yield open_clip's losses, each as it is and compiled, then ours, which ``torch.compile`` runs as they are."""
-    for row in (Row(BASELINE, PEERS["clip"]()), Row("open_clip's `SigLipLoss`", PEERS["siglip"]())):
-        yield row
-        # A graph for each shape, because this is as fast as it gets.
-        compiled = torch.compile(row.loss, backend=compiler, fullgraph=True, dynamic=False)
-        yield Row(f"{row.label}, compiled", compiled)
-    for name in LOSSES_OF_VECTORS:
-        yield Row(f"`{name}`", metric_loss(create_loss(name)))
-    sets = metric_loss(create_loss("smooth_chamfer"))
-    yield Row(f"`smooth_chamfer`, sets of {SET_SIZE}", sets, SET_SIZE)
+    def expected_seconds(self, label: str, size: Size) -> float:
+        """Return what a call should take if time grows with the matrix of similarities; 0 if nothing is known."""
+        expected = 0.0
+        for (measured_label, measured_size), measurement in self.measurements.items():
+            if measured_label == label:  # the last one is the largest
+                growth = (size.batch / measured_size.batch) ** 2 * size.dimension / measured_size.dimension
+                expected = growth * measurement.seconds
+        return expected
 
 
 @dataclass
@@ -85,66 +94,102 @@ class LossBenchmark:
 
     Attributes:
         rows: the losses.
-        dimension: of the embeddings.
         device: name of torch's device.
         rounds: at most; fewer where time is short.
         results: what was measured so far.
     """
 
     rows: Sequence[Row]
-    dimension: int
     device: str
     rounds: int
     results: Results = field(default_factory=Results)
 
-    def measure(self, sizes: Sequence[int], deadline: float) -> None:
-        """Measure all batch sizes until ``deadline``, a time of ``time.monotonic``; each has its share of the time."""
+    @property
+    def fewest_rounds(self) -> int:
+        return min(self.rounds, FEWEST_ROUNDS)
+
+    def measure(self, sizes: Sequence[Size], deadline: float) -> None:
+        """Measure all sizes, the smallest first, until ``deadline``, a time of ``time.monotonic``.
+
+        Each has its share of the time.
+        """
         for number, size in enumerate(sizes):
-            print(f"losses: B = {size:,}", file=sys.stderr, flush=True)
+            print(f"losses: B = {size.batch:,}, D = {size.dimension:,}", file=sys.stderr, flush=True)
             now = time.monotonic()
             self.measure_size(size, now + (deadline - now) / (len(sizes) - number))
             release_memory(self.device)
             torch.compiler.reset()  # it stops compiling after some shapes
 
-    def measure_size(self, size: int, deadline: float) -> None:
-        """Measure all losses at one batch size."""
-        steps: dict[str, Callable[[], None]] = {}
-        memory: dict[str, int] = {}
+    def measure_size(self, size: Size, deadline: float) -> None:
+        """Measure all losses at one size."""
+        calls = self.call_all(size, deadline)
+        if not calls:
+            return
+        runs = {}
         seconds_of_round = 0.0
-        for row, run in self.steps(size):
-            if time.monotonic() >= deadline:
+        for label, call in calls.items():
+            runs[label] = call.run
+            seconds_of_round += call.seconds
+        affordable_rounds = int((deadline - time.monotonic()) / max(seconds_of_round, 1e-9)) - 1  # one warms up
+        rounds = max(self.fewest_rounds, min(self.rounds, affordable_rounds))
+        seconds = time_rounds(runs, rounds, clock(self.device))
+        for label, times in seconds.items():
+            self.results.measurements[label, size] = Measurement(
+                seconds=statistics.median(times),
+                ratio=median_ratio(times, seconds.get(BASELINE)),
+                ratio_to_compiled=median_ratio(times, seconds.get(COMPILED_BASELINE)),
+                bytes=calls[label].bytes,
+            )
+
+    def call_all(self, size: Size, deadline: float) -> dict[str, Call]:
+        """Call each loss, and return those that work and have time for some rounds, by label."""
+        inputs = {}
+        calls: dict[str, Call] = {}
+        seconds_of_round = 0.0
+        # Compilation may take all the time that is left, and sets take many times that of single vectors.
+        for row in sorted(self.rows, key=attrgetter("set_size", "is_compiled")):
+            expected = self.results.expected_seconds(row.label, size)
+            seconds_before = CALLS_BEFORE_ROUNDS * expected + SECONDS_TO_COMPILE * row.is_compiled
+            if not self.has_time(seconds_of_round + expected, deadline - seconds_before):
                 self.results.skip(row.label, size, NO_TIME)
                 continue
-            try:
-                run()  # compiles, and allocates what stays allocated
-                started = time.monotonic()
-                memory[row.label] = extra_bytes(run, self.device)
-            except RuntimeError as error:  # also those of memory and of the compiler
-                self.results.skip(row.label, size, short_reason(error))
+            if row.set_size not in inputs:
+                inputs[row.set_size] = random_inputs(size, row.set_size, self.device)
+            call = self.call(row.label, size, partial(row.run, *inputs[row.set_size]))
+            if call is None:
                 release_memory(self.device)
-                continue
-            seconds_of_round += time.monotonic() - started
-            steps[row.label] = run
-        affordable_rounds = int((deadline - time.monotonic()) / max(seconds_of_round, 1e-9)) - 1  # one warms up
-        if affordable_rounds < min(self.rounds, FEWEST_ROUNDS):
-            for label in steps:
-                self.results.skip(label, size, NO_TIME)
-            return
-        seconds = time_rounds(steps, min(self.rounds, affordable_rounds), clock(self.device))
-        for label, times in seconds.items():
-            ratio = median_ratio(times, seconds.get(BASELINE))
-            self.results.measurements[label, size] = Measurement(statistics.median(times), ratio, memory[label])
+            elif self.has_time(seconds_of_round + call.seconds, deadline):
+                seconds_of_round += call.seconds
+                calls[row.label] = call
+            else:
+                self.results.skip(row.label, size, NO_TIME)
+        return calls
 
-    def steps(self, size: int) -> Iterator[tuple[Row, Callable[[], None]]]:
-        """Yield each loss with a function that runs its forward and backward pass."""
-        inputs: dict[int, tuple[Tensor, Tensor]] = {}
-        for set_size in (0, SET_SIZE):
-            shape = (size, set_size, self.dimension) if set_size else (size, self.dimension)
-            inputs[set_size] = random_sides(shape, torch.bfloat16, self.device)
-        labels = torch.arange(size, device=self.device)
-        for row in self.rows:
-            images, texts = inputs[row.set_size]
-            yield row, partial(step, row.loss, images, texts, labels, autocast=True)
+    def has_time(self, seconds_of_round: float, deadline: float) -> bool:
+        """Tell whether the fewest rounds end before the deadline."""
+        rounds = self.fewest_rounds + 1  # one warms up
+        return time.monotonic() + rounds * seconds_of_round < deadline
+
+    def call(self, label: str, size: Size, run: Callable[[], None]) -> Call | None:
+        """Call a loss twice; None if it fails, for a reason that is kept."""
+        read_clock = clock(self.device)
+        try:
+            run()
+            started = read_clock()
+            peak = extra_bytes(run, self.device)
+            return Call(run, read_clock() - started, peak)
+        except Exception as error:  # of memory, of a compiler, or of a peer
+            self.results.skip(label, size, short_reason(error))
+            return None
+
+
+def random_inputs(size: Size, set_size: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return images and texts in bfloat16, and their labels, all different."""
+    shape = (size.batch, size.dimension)
+    if set_size:
+        shape = (size.batch, set_size, size.dimension)
+    images, texts = random_sides(shape, torch.bfloat16, device)
+    return images, texts, torch.arange(size.batch, device=device)
 
 
 def median_ratio(times: Sequence[float], of_baseline: Sequence[float] | None) -> float | None:
@@ -162,7 +207,7 @@ def release_memory(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def short_reason(error: RuntimeError) -> str:
+def short_reason(error: Exception) -> str:
     """Return the first line of an error, shortened."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return "out of memory"
@@ -173,14 +218,15 @@ def short_reason(error: RuntimeError) -> str:
     return reason
 
 
-def markdown_table(results: Results, rows: Sequence[Row], sizes: Sequence[int], column: str) -> list[str]:
-    """Return the lines of a table with a row for each loss and a column for each batch size.
+def markdown_table(results: Results, rows: Sequence[Row], sizes: Sequence[Size], column: str) -> list[str]:
+    """Return the lines of a table with a row for each loss and a column for each size.
 
     Args:
-        column: ``"time"`` for ms and the ratio to the baseline, or ``"memory"`` for MB.
+        column: ``"time"`` for ms and the ratios to the baselines, or ``"memory"`` for MB.
     """
-    unit = "ms (ratio to `ClipLoss`)" if column == "time" else "MB"
-    headings = [unit, *(f"B = {size:,}" for size in sizes)]
+    headings = ["ms (ratio to `ClipLoss` / to `ClipLoss` compiled)" if column == "time" else "MB"]
+    for size in sizes:
+        headings.append(f"B = {size.batch:,}")
     lines = [f"| {' | '.join(headings)} |", "|---|" + "---:|" * len(sizes)]
     for row in rows:
         cells = [row.label]
@@ -196,19 +242,28 @@ def format_cell(measurement: Measurement | None, column: str) -> str:
         return "–"
     if column == "memory":
         return f"{measurement.bytes / 1e6:,.1f}"
-    milliseconds = f"{1e3 * measurement.seconds:,.2f}"
-    if measurement.ratio is None:
-        return milliseconds
-    return f"{milliseconds} ({measurement.ratio:.2f})"
+    ratio = format_ratio(measurement.ratio)
+    ratio_to_compiled = format_ratio(measurement.ratio_to_compiled)
+    return f"{1e3 * measurement.seconds:,.2f} ({ratio} / {ratio_to_compiled})"
 
 
-def missing_lines(results: Results) -> list[str]:
-    """Return a line for each reason why something was not measured."""
+def format_ratio(ratio: float | None) -> str:
+    if ratio is None:
+        return "–"
+    return f"{ratio:.2f}"
+
+
+def missing_lines(results: Results, sizes: Sequence[Size]) -> list[str]:
+    """Return a line for each reason why something was not measured at one of the sizes."""
     labels_by_reason: dict[tuple[str, str], list[str]] = {}
-    for (label, reason), sizes in results.missing.items():
-        batch_sizes = ", ".join(f"{size:,}" for size in sizes)
-        labels_by_reason.setdefault((batch_sizes, reason), []).append(label)
+    for (label, reason), missing_sizes in results.missing.items():
+        batches = []
+        for size in missing_sizes:
+            if size in sizes:
+                batches.append(f"{size.batch:,}")
+        if batches:
+            labels_by_reason.setdefault((", ".join(batches), reason), []).append(label)
     lines = []
-    for (batch_sizes, reason), labels in labels_by_reason.items():
-        lines.append(f"{'; '.join(labels)}; B = {batch_sizes}: {reason}")
+    for (batches_in_words, reason), labels in labels_by_reason.items():
+        lines.append(f"{'; '.join(labels)}; B = {batches_in_words}: {reason}")
     return lines

@@ -1,19 +1,22 @@
 """That the benchmarks measure what they say, and compare only what computes the same."""
 
 import re
+import subprocess
 import sys
 import time
 from importlib.metadata import distributions
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.functional import normalize
+from torch.nn.functional import cross_entropy, logsigmoid, normalize
 
-from benchmarks import gpu, gpu_tests, losses
-from benchmarks.gpu_losses import LossBenchmark, Row, loss_rows, markdown_table, missing_lines
+from benchmarks import gpu, gpu_rows, gpu_tests, losses
+from benchmarks.gpu_losses import LossBenchmark, Measurement, Results, Size, format_cell, markdown_table, missing_lines
+from benchmarks.gpu_rows import Row
 from benchmarks.measurement import extra_bytes, print_table, time_rounds
 from benchmarks.metadata import write_metadata
-from vl_plugins import create_loss
+from vl_plugins import create_loss, engine
 
 
 def unit(*shape, seed=0):
@@ -136,18 +139,21 @@ def marked_tests(tmp_path):
 
 
 def test_rehearsal_of_make_gpu(marked_tests, capsys):
-    """On the CPU with tiny batches: tests, tables, and a reason for each dash."""
-    flags = "--device cpu --batch-sizes 4 --dimension 8 --rounds 1 --compiler eager --tests".split()
+    """On the CPU with tiny batches: tests, tables of two dimensions, and a reason for each dash."""
+    flags = "--device cpu --batch-sizes 6x16 4 --dimension 8 --rounds 1 --compiler eager --tests".split()
     assert gpu.main([*flags, str(marked_tests)]) == 1
     printed = capsys.readouterr().out
+    assert printed.startswith(f"CPU, a rehearsal; torch {torch.__version__}, ")
     folder = marked_tests.name
     assert "1 passed, 1 failed." in printed
     assert f"Failed:\n\n- {folder}.test_failure::test_fails\n" in printed
     assert f"\n- {folder}.test_import: no_such_package is not installed (1)\n" in printed
     assert f"\n- {folder}.test_run: too cold (1)\n" in printed
-    _, *tables = re.split(r"^\|.* B = 4 \|\n", printed, flags=re.MULTILINE)
-    assert len(tables) == 2
-    labels = [row.label for row in loss_rows("eager")]
+    assert "\nNot measured: siglip-kernel (runs on GPUs only), inf-cl (runs on GPUs only).\n" in printed
+    assert re.findall("^### (D = .*)\n\n.*B = (.*) ", printed, re.MULTILINE) == [("D = 8", "4"), ("D = 16", "6")]
+    _, *tables = re.split(r"^\|.* B = [46] \|\n", printed, flags=re.MULTILINE)
+    assert len(tables) == 4
+    labels = [row.label for row in [*gpu_rows.open_clip_rows("eager"), *gpu_rows.own_rows()]]
     dashes = []
     if '"eye" not implemented for' in printed:  # SigLipLoss in bfloat16 on a CPU, before torch 2.3
         dashes = [label for label in labels if "SigLipLoss" in label]
@@ -155,6 +161,98 @@ def test_rehearsal_of_make_gpu(marked_tests, capsys):
         rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
         assert [label for label, _ in rows] == labels
         assert [cell == "–" for _, cell in rows] == [label in dashes for label in labels]
+
+
+def test_rows_of_our_losses():
+    rows = {row.label: row for row in gpu_rows.own_rows()}
+    calls = "by place", "by place, compiled", "by labels"
+    for name in ("`unified`", "`unified`, products float32", "`vlc`"):
+        assert [rows[f"{name}, {call}"].is_compiled for call in calls] == [False, True, False]
+    for name in ("`siglip`", "`triplet_hn`", "`triplet_sh`", "`goal`", "`smooth_chamfer`, sets of 4"):
+        assert {f"{name}, by place", f"{name}, by labels"} < set(rows)
+    images, texts, labels = unit(6, 8), unit(6, 8, seed=1), torch.arange(6)
+    by_place, by_labels = (rows[f"`vlc`, {call}"].loss(images, texts, labels) for call in ("by place", "by labels"))
+    torch.testing.assert_close(by_place, by_labels)
+
+
+@pytest.mark.parametrize(("is_compiled", "compile_from"), [(True, 0), (False, sys.maxsize)])
+def test_blocks_are_compiled_in_some_rows_only(is_compiled, compile_from, monkeypatch):
+    monkeypatch.setattr(engine, "COMPILE_FROM", 7)
+    monkeypatch.setattr(engine, "COMPILE_AFTER", 8)
+    settings = []
+
+    def record(*_):
+        settings.append((engine.COMPILE_FROM, engine.COMPILE_AFTER))
+
+    def loss(images, texts, labels):
+        record()
+        value = images.sum()
+        value.register_hook(record)
+        return value
+
+    def failing_loss(images, texts, labels):
+        raise RuntimeError("out of memory")
+
+    leaves = [torch.ones(2, 2, requires_grad=True) for _ in range(2)]
+    Row("a loss", loss, is_compiled=is_compiled).run(*leaves, torch.arange(2))
+    assert settings == [(compile_from, 0)] * 2  # forward and backward
+    with pytest.raises(RuntimeError, match="out of memory"):
+        Row("a loss", failing_loss, is_compiled=is_compiled).run(*leaves, torch.arange(2))
+    assert (engine.COMPILE_FROM, engine.COMPILE_AFTER) == (7, 8)
+
+
+def siglip_of_a_package(img_features, txt_features, log_temperature, bias, use_fp8=False, backend="auto"):
+    """With the call of siglip-kernel 0.1.2."""
+    logits = log_temperature.exp() * img_features @ txt_features.T + bias
+    signs = 2 * torch.eye(len(logits)) - 1
+    return -logsigmoid(signs * logits).sum() / len(logits)
+
+
+def contrastive_loss_of_a_package(q, k, labels=None, scale=None, head_dim=256):
+    """With the call of inf-cl 1.2.1, which takes the mean over its first argument only."""
+    assert not scale.requires_grad  # it would be added up over processes
+    return cross_entropy(scale * q @ k.T, torch.arange(len(q)))
+
+
+def test_packages_for_gpus_compute_what_open_clip_does():
+    images, texts, labels = unit(6, 8), unit(6, 8, seed=1), torch.arange(6)
+    siglip_kernel = SimpleNamespace(fused_siglip_loss=siglip_of_a_package)
+    inf_cl = SimpleNamespace(cal_inf_loss=contrastive_loss_of_a_package)
+    for peer, loss in (
+        ("siglip", gpu_rows.siglip_kernel_loss(siglip_kernel, "cpu")),
+        ("clip", gpu_rows.inf_cl_loss(inf_cl, "cpu")),
+    ):
+        torch.testing.assert_close(loss(images, texts, labels), losses.PEERS[peer]()(images, texts, labels))
+
+
+def test_packages_for_gpus_that_cannot_be_imported(monkeypatch, tmp_path):
+    peers = [peer._replace(loss=lambda module, device: module) for peer in gpu_rows.PEERS_ON_GPUS]
+    monkeypatch.setattr(gpu_rows, "PEERS_ON_GPUS", peers)
+    (tmp_path / "siglip_kernel.py").write_text("raise RuntimeError('Found no NVIDIA driver')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "siglip_kernel", raising=False)
+    monkeypatch.setitem(sys.modules, "inf_cl", None)
+    reasons = {"siglip-kernel": "RuntimeError when it is imported", "inf-cl": "inf_cl is not installed"}
+    assert gpu_rows.peer_rows("cuda") == ([], reasons)
+    for module in ("siglip_kernel", "inf_cl"):
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace())
+    rows, reasons = gpu_rows.peer_rows("cuda")
+    assert [row.label for row in rows] == ["siglip-kernel's `fused_siglip_loss`", "inf-cl's `cal_inf_loss`"]
+    assert not reasons
+
+
+def test_batch_sizes_with_dimensions(capsys):
+    assert gpu.sizes_of(["1024", "256", "4096x768"], 512) == [(256, 512), (1024, 512), (4096, 768)]
+    assert gpu.main(["--device", "cpu", "--batch-sizes", "1k"]) == 2
+    assert "'1k' is neither a number" in capsys.readouterr().err
+
+
+def test_commit_of_a_checkout(tmp_path):
+    assert gpu.commit_of(tmp_path) == ""
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run([*git, "init", "--quiet"], cwd=tmp_path, check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "a"], cwd=tmp_path, check=True)
+    assert re.fullmatch("[0-9a-f]{7,}", gpu.commit_of(tmp_path))
 
 
 def test_too_little_time_for_the_tests(marked_tests):
@@ -168,6 +266,12 @@ def test_make_gpu_without_a_gpu(capsys):
     assert "sees no CUDA device" in capsys.readouterr().err
 
 
+def test_cells_by_hand():
+    measurement = Measurement(seconds=1.2345, ratio=2.0, ratio_to_compiled=None, bytes=2_500_000)
+    assert format_cell(measurement, "time") == "1,234.50 (2.00 / –)"
+    assert format_cell(measurement, "memory") == "2.5"
+
+
 def allocate_too_much(images, texts, labels):
     return torch.empty(10**16)
 
@@ -175,13 +279,27 @@ def allocate_too_much(images, texts, labels):
 def test_reasons_of_dashes():
     """No memory, and no time."""
     rows = [Row("large", allocate_too_much), Row("small", losses.PEERS["clip"]())]
-    benchmark = LossBenchmark(rows, dimension=8, device="cpu", rounds=1)
-    benchmark.measure([4], deadline=time.monotonic() + 600)
-    benchmark.measure([8, 16], deadline=time.monotonic())
-    out_of_memory, *no_time = missing_lines(benchmark.results)
+    benchmark = LossBenchmark(rows, device="cpu", rounds=1)
+    sizes = [Size(4, 8), Size(8, 8), Size(16, 8)]
+    benchmark.measure(sizes[:1], deadline=time.monotonic() + 600)
+    benchmark.measure(sizes[1:], deadline=time.monotonic())
+    out_of_memory, *no_time = missing_lines(benchmark.results, sizes)
     assert re.match("large; B = 4: RuntimeError: .*allocate memory", out_of_memory)
     assert no_time == ["large; small; B = 8, 16: no time left"]
-    assert markdown_table(benchmark.results, rows, [4, 8], "memory")[2] == "| large | – | – |"
+    assert missing_lines(benchmark.results, [Size(4, 16)]) == []
+    assert markdown_table(benchmark.results, rows, sizes[:2], "memory")[2] == "| large | – | – |"
+
+
+def test_a_loss_is_not_called_if_smaller_batches_tell_that_it_takes_too_long():
+    calls = []
+    rows = [Row("slow", lambda *_: calls.append("slow")), Row("fast", lambda *_: calls.append("fast"))]
+    results = Results({("slow", Size(2, 8)): Measurement(60.0, None, None, 0)})
+    assert results.expected_seconds("slow", Size(4, 16)) == 60 * 4 * 2
+    assert results.expected_seconds("fast", Size(4, 16)) == 0
+    benchmark = LossBenchmark(rows, device="cpu", rounds=1, results=results)
+    benchmark.call_all(Size(4, 8), deadline=time.monotonic() + 600)
+    assert "slow" not in calls
+    assert results.missing["slow", "no time left"] == [Size(4, 8)]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs tomllib")

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from vl_plugins.engine import LEAST_NORM, MATRIX_BYTES, block_rows, unit_vectors
+from vl_plugins.engine import LEAST_NORM, MATRIX_BYTES, block_rows, product, unit_vectors
 from vl_plugins.errors import number
-from vl_plugins.numerics import full_precision
+from vl_plugins.numerics import full_precision, type_of_products
 
 __all__ = [
     "ChamferSimilarity",
@@ -29,7 +29,6 @@ __all__ = [
     "SetDistance",
     "SmoothChamferSimilarity",
     "captions_come_first",
-    "check_widths",
 ]
 
 ABSENT = -1e24  # added to a cosine; finite, because infinity times a weight of 0 is NaN
@@ -112,29 +111,8 @@ def captions_come_first(module: nn.Module) -> Iterator[None]:
             similarity.captions_first = not similarity.captions_first
 
 
+# Of vectors (B, D). A SetDistance checks its sets itself, and nothing is known of other distances.
 VECTOR_DISTANCES = (CosineSimilarity, DotProductSimilarity, LpDistance, OrderSimilarity, SNRDistance)
-
-
-def check_widths(distance: Any, embeddings: Tensor, ref_emb: Tensor, name: str = "ref_emb") -> None:
-    """Raise ``ValueError`` if a distance of pytorch-metric-learning compares vectors of unequal widths.
-
-    A :class:`SetDistance` checks its own sets. Nothing is known about other distances.
-
-    Args:
-        name: the name of the second argument, for the message.
-    """
-    if not isinstance(distance, VECTOR_DISTANCES):
-        return
-    for side_name, side in (("embeddings", embeddings), (name, ref_emb)):
-        if side.ndim != 2:
-            advice = ""
-            if side is ref_emb and (side.ndim, embeddings.ndim) == (3, 2):
-                advice = "; .flatten(0, 1) makes rows of the captions of each image"
-            shape = tuple(side.shape)
-            raise ValueError(f"{side_name} must be (B, D) for {type(distance).__name__}, got {shape}{advice}")
-    widths = embeddings.shape[1], ref_emb.shape[1]
-    if widths[0] != widths[1]:
-        raise ValueError(f"embeddings and {name} must have the same width, got {widths[0]} and {widths[1]}")
 
 
 class SetDistance(BaseDistance):
@@ -200,14 +178,13 @@ class SetDistance(BaseDistance):
                 compare = partial(checkpoint, self._compare, use_reentrant=False, preserve_rng_state=False)
             else:
                 compare = self._compare
-            similarities.append(compare(block, y, columns))
+            similarities.append(compare(block, y, columns, type_of_products()))
         return torch.cat(similarities)
 
-    def _compare(self, x: "Elements", y: "Elements", columns: Tensor) -> Tensor:
+    def _compare(self, x: "Elements", y: "Elements", columns: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Return the similarities of some queries to all candidates, whose vectors ``columns`` has too, (K2 * C, D)."""
         y_bias = y.bias.T
-        with torch.autocast(columns.device.type, enabled=False):
-            cosines = (x.vectors.flatten(0, 1) @ columns.T).view(*x.vectors.shape[:2], *y_bias.shape)
+        cosines = product(x.vectors.flatten(0, 1), columns, dtype).view(*x.vectors.shape[:2], *y_bias.shape)
         cosines = cosines.add_(x.bias[:, :, None, None]).add_(y_bias)
         # Not masked: 0 times NaN is NaN.
         return self.formula(cosines, x.weights[..., None], y.weights.T) * x.exists * y.exists.T

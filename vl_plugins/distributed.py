@@ -12,10 +12,15 @@ image where the caption is. The candidates are the gathered rows of all processe
 
 If a process cannot compute its share from its own rows, as with most reducers and losses of pytorch-metric-learning, it
 computes the loss of the joined batch. The gather then sums W equal gradients, and the mean is again correct.
+
+The outermost loss gathers, and what it calls does not.
 """
 
+import contextlib
 import time
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -23,36 +28,29 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.functional import pad
 
-from vl_plugins.distances import check_widths
-from vl_plugins.numerics import (
-    as_ids,
-    as_labels,
-    as_ref_labels,
-    check_loss,
-    check_tensors,
-    eager,
-    full_precision,
-    labels_of_one_set,
-)
+from vl_plugins.distances import VECTOR_DISTANCES
+from vl_plugins.numerics import SHAPES, check_loss, checked_rows, eager, full_precision_call, with_labels
 
 __all__ = [
     "DistributedLoss",
     "GathersAcrossDevices",
     "Processes",
     "all_gather_rows",
+    "all_rows",
     "first_label",
     "gathering",
     "gathers",
     "joined_call",
     "learned_numbers",
-    "settings_of",
+    "processes_of",
     "stop_processes",
     "world_size",
 ]
 
 SECONDS_FOR_THREADS = 0.2
-ABSENT = -1  # the number of rows of a tensor that is not given
-MESSAGE = 256  # integers that each process sends about its call, more than any call needs
+MESSAGE = 64  # integers that processes exchange before they know that they say the same number of things
+
+_has_gathered: ContextVar[bool] = ContextVar("has_gathered", default=False)
 
 
 def world_size(group: Any = None) -> int:
@@ -62,54 +60,22 @@ def world_size(group: Any = None) -> int:
     return distributed.get_world_size(group)
 
 
-def _process_group() -> Any:
-    """Return the class of process groups, or an empty tuple if torch was built without them."""
-    return getattr(distributed, "ProcessGroup", ())
-
-
-class GatheredRows(NamedTuple):
-    """The rows of all processes.
-
-    Attributes:
-        tensors: by name; None for what no process has.
-        counts: by name, the number of rows of each process.
-    """
-
-    tensors: dict[str, Any]
-    counts: dict[str, list[int]]
-
-
-class Description(NamedTuple):
-    """What a process tells the others about a tensor."""
-
-    rows: int  # ABSENT if it has none
-    width: int
-    type_number: int
-    has_gradient: int
-    are_places: int  # of labels
-
-    @classmethod
-    def of(cls, value: Tensor | None, are_places: bool) -> "Description":
-        if value is None:
-            return cls(ABSENT, 0, 0, 0, 0)
-        type_number = crc32(str(value.dtype).encode())
-        return cls(len(value), value.shape[1:].numel(), type_number, int(value.requires_grad), int(are_places))
-
-
 class Processes:
     """The processes that share a batch.
 
     Args:
         group: False or None for this process alone; True for all processes, if there is a process group; or a
             ``ProcessGroup``.
+        global_labels: labels are not checked for being 0 to B - 1 in every process.
     """
 
-    def __init__(self, group: Any = False):
-        if not (group is None or isinstance(group, (bool, _process_group()))):
+    def __init__(self, group: Any = False, global_labels: bool = False):
+        classes = getattr(distributed, "ProcessGroup", ())  # torch may be built without them
+        if not (group is None or isinstance(group, (bool, classes))):
             raise ValueError(f"gather_across_devices must be True, False or a ProcessGroup, got {group!r}")
         self.is_alone = group is False or group is None
         self.group: Any = None if isinstance(group, bool) else group
-        self.has_checked_labels = False
+        self.global_labels = global_labels
 
     def __deepcopy__(self, memo: Any) -> "Processes":
         return self  # a copy of a loss is in the same group
@@ -124,7 +90,8 @@ class Processes:
 
     @property
     def size(self) -> int:
-        return 1 if self.is_alone else world_size(self.group)
+        """The number of processes whose rows a call gathers; 1 within a loss that has gathered them."""
+        return 1 if self.is_alone or _has_gathered.get() else world_size(self.group)
 
     @property
     def rank(self) -> int:
@@ -137,135 +104,117 @@ class Processes:
         return total
 
     def gather_rows(
-        self,
-        tensors: dict[str, Tensor | None],
-        learned: dict[str, Tensor] | None = None,
-        settings: tuple[str, ...] = (),
-        uses_all: bool = False,
-    ) -> GatheredRows:
-        """Return the rows of all processes in rank order; the number of rows may differ between processes.
+        self, tensors: dict[str, Any], equal: dict[str, Any] | None = None, settings: tuple[str, ...] = ()
+    ) -> tuple[dict[str, Any], dict[str, list[int]]]:
+        """Return the rows of all processes in rank order, and how many each process has, both by name.
 
         Synchronizes the GPU once, to read the numbers of rows. The gradients of all processes are summed and sent back
         to the process that has the row, so all processes must run the backward pass together.
 
         Args:
-            tensors: (n, ...) by name, the same names in all processes; integers (n, M) may differ in M.
-            learned: 0-D tensors by name that must be equal in all processes.
+            tensors: (n, ...) by name, or None; n may differ between processes, and so may M of ids (n, M).
+            equal: numbers by name, or 0-D tensors, that must be equal in all processes.
             settings: words that must be equal too.
-            uses_all: each process compares all rows with all, so a tensor that one process does not use, none uses. It
-                then has no gradient, which DistributedDataParallel detects; otherwise it has a gradient of 0.
 
         Raises:
-            ValueError: in all processes, a tensor that only some of them have, vectors of unequal widths, tensors of
-                unequal types, labels that are 0 to n - 1 in each of several processes, a learned number or a setting
-                that differs.
+            ValueError: in all processes, for tensors of other names, types or widths than those of another process,
+                for a number or a setting that differs, or for labels that are 0 to n - 1 in each process.
         """
-        learned = learned or {}
-        descriptions, numbers = self._exchange(tensors, learned, settings)
-        self._check(tensors, descriptions, learned, numbers)
+        given = {}
+        for name, value in tensors.items():
+            if value is not None:
+                given[name] = value
+        facts = self._exchange(given, equal or {}, settings)
         counts: dict[str, list[int]] = {}
         padded = []
-        for name, value in tensors.items():
-            if value is None:
-                continue
-            of_processes = descriptions[name]
-            counts[name] = [description.rows for description in of_processes]
+        for name, value in given.items():
+            counts[name] = facts[name, "rows"]
             if _is_list_of_ids(value):
-                longest = max(description.width for description in of_processes)
-                value = pad(value, (0, longest - value.shape[1]), value=-1)
-            if any(description.has_gradient for description in of_processes) and not value.requires_grad:
+                value = pad(value, (0, max(facts[name, "ids"]) - value.shape[1]), value=-1)
+            if max(facts[name, "gradient"]) and not value.requires_grad:
                 value = value.detach().requires_grad_()  # or this process would not take part in the backward pass
             padded.append(value)
-        if uses_all:  # apart, so that what is not used has no backward pass
-            gathered = [_Gather.apply(self, [counts[name]], rows)[0] for name, rows in zip(counts, padded, strict=True)]
-        else:
-            gathered = _Gather.apply(self, list(counts.values()), *padded)
-        joined: dict[str, Any] = dict.fromkeys(tensors)
-        joined.update(zip(counts, gathered, strict=True))
-        return GatheredRows(joined, counts)
+        gathered: dict[str, Any] = dict.fromkeys(tensors)
+        gathered.update(zip(given, _Gather.apply(self, list(counts.values()), *padded), strict=True))
+        return gathered, counts
 
     def _exchange(
-        self, tensors: dict[str, Tensor | None], learned: dict[str, Tensor], settings: tuple[str, ...]
-    ) -> tuple[dict[str, list[Description]], list[dict[str, int]]]:
-        """Return each process's descriptions of its tensors, and its learned numbers; synchronizes the GPU once.
+        self, tensors: dict[str, Tensor], equal: dict[str, Any], settings: tuple[str, ...]
+    ) -> dict[tuple[str, str], list[int]]:
+        """Return what each process says about its tensors, by name and fact: ``rows``, ``gradient``, and M of ``ids``.
 
-        Raises:
-            ValueError: in all processes, if their names differ.
+        Synchronizes the GPU once.
         """
-        names = ", ".join([*tensors, *learned, *settings])
-        words = [crc32(names.encode())]
+        own_facts: dict[tuple[str, str], int] = {}
+        described = []
         for name, value in tensors.items():
-            are_places = False
-            if name == "labels" and value is not None and not self.has_checked_labels:
-                are_places = _are_places(value)
-            words += Description.of(value, are_places)
-        device = next(value.device for value in tensors.values() if value is not None)
-        messages = torch.zeros(self.size, MESSAGE, dtype=torch.int64)  # of one length, whatever a process has
-        messages[self.rank, : len(words)] = torch.tensor(words)
-        messages = messages.to(device)
-        if learned:
-            values = torch.stack([number.detach().reshape(()).double() for number in learned.values()])
-            messages[self.rank, len(words) : len(words) + len(values)] = values.to(device).view(torch.int64)
-        lists = self.sum(messages).tolist()
-        if len({checksum for checksum, *_ in lists}) > 1:
-            raise ValueError(f"the processes give different arguments; this one gives {names}: give the same in all")
-        descriptions: dict[str, list[Description]] = {name: [] for name in tensors}
+            own_facts[name, "rows"] = value.shape[0]
+            own_facts[name, "gradient"] = int(value.requires_grad)
+            width = str(value.shape[1:].numel())
+            if _is_list_of_ids(value):
+                own_facts[name, "ids"], width = value.shape[1], "ids"
+            described.append(f"{name} {value.dtype} {width}")
+        description = ", ".join([*described, *equal, *settings])
+        device = next(iter(tensors.values())).device
         numbers = []
-        for _, *words in lists:  # of a process: a description of each tensor, then the learned numbers
-            for name in tensors:
-                description, words = Description(*words[: len(Description._fields)]), words[len(Description._fields) :]
-                descriptions[name].append(description)
-            numbers.append(dict(zip(learned, words, strict=False)))
-        return descriptions, numbers
+        for value in equal.values():
+            value = torch.as_tensor(value, dtype=torch.float64, device=device)
+            numbers.append(value.detach().reshape(1).view(torch.int64))
+        words = torch.tensor([crc32(description.encode()), *own_facts.values()], device=device)
+        messages = self._exchange_words(torch.cat([words, _are_places(tensors.get("labels"), device), *numbers]))
+        if len({message[0] for message in messages}) > 1:
+            raise ValueError(
+                f"the processes give different arguments; this one gives {description}: give the same in all"
+            )
+        facts = {}
+        for place, fact in enumerate(own_facts, start=1):
+            facts[fact] = [message[place] for message in messages]
+        self._check_labels([message[1 + len(own_facts)] for message in messages], facts)
+        for place, name in enumerate(equal, start=2 + len(own_facts)):
+            values = torch.tensor([message[place] for message in messages]).view(torch.float64).tolist()
+            if len(set(values)) > 1:
+                raise ValueError(
+                    f"{name} has another value in each process, {values}: a learned number belongs to the model, or to "
+                    "DistributedDataParallel(loss), which keep it equal"
+                )
+        return facts
 
-    def _check(self, tensors: Any, descriptions: dict[str, list[Description]], learned: Any, numbers: Any) -> None:
-        """Raise ``ValueError`` in every process for what does not fit together."""
-        for name, value in tensors.items():
-            of_processes = descriptions[name]
-            rows = [description.rows for description in of_processes]
-            if min(rows) == ABSENT < max(rows):
-                without = rows.index(ABSENT)
-                raise ValueError(
-                    f"{name} is given in some processes, and not in process {without}: give it in all or none"
-                )
-            if len({description.type_number for description in of_processes}) > 1:
-                raise ValueError(f"{name} must have the same type in all processes; this one gives {value.dtype}")
-            widths = {description.width for description in of_processes}
-            if len(widths) > 1 and value is not None and not _is_list_of_ids(value):
-                raise ValueError(f"{name} must have the same width in all processes, got {sorted(widths)}")
-        for name in learned:
-            if len({own[name] for own in numbers}) > 1:
-                raise ValueError(
-                    f"{name} is learned, and has another value in each process: wrap the loss in "
-                    "DistributedDataParallel, or put it into the model"
-                )
-        if self.has_checked_labels or tensors.get("labels") is None:
-            return
-        self.has_checked_labels = True
-        # More than one process with rows, or nothing can be joined.
-        with_rows = [description for description in descriptions["labels"] if description.rows > 0]
-        if len(with_rows) > 1 and all(description.are_places for description in with_rows):
+    def _exchange_words(self, words: Tensor) -> list[list[int]]:
+        """Return the integers of each process, in rank order.
+
+        The first word is that of all if they have as many, so a first message has the same length in all processes.
+        """
+        first = pad(words[:MESSAGE], (0, max(0, MESSAGE - len(words))))
+        lists = self._joined_words(first)
+        if len(words) <= MESSAGE or len({own[0] for own in lists}) > 1:
+            return lists
+        further = self._joined_words(words[MESSAGE:])
+        return [own + own_further for own, own_further in zip(lists, further, strict=True)]
+
+    def _joined_words(self, words: Tensor) -> list[list[int]]:
+        joined = words.new_zeros(self.size, len(words))
+        joined[self.rank] = words
+        lists: list[list[int]] = self.sum(joined).tolist()
+        return lists
+
+    def _check_labels(self, are_places: list[int], facts: dict[tuple[str, str], list[int]]) -> None:
+        """Raise ``ValueError`` for labels that number the rows of each process anew."""
+        rows = facts.get(("labels", "rows"), [])
+        flags = [flag for flag, size in zip(are_places, rows, strict=False) if size > 0]
+        if len(flags) > 1 and all(flags) and not self.global_labels:
             raise ValueError(
                 "labels are 0 to B - 1 in every process, so images of different processes would be positives of each "
-                "other: give ids of the whole job, or no labels where row i belongs to row i. Only if equal labels do "
-                "mean the same in all processes, as classes do, number them from 1"
+                "other: give ids of the whole job, or no labels where row i belongs to row i. If equal labels do mean "
+                "the same in all processes, as classes do, say so: global_labels=True"
             )
 
 
-def _are_places(labels: Tensor) -> bool:
-    """Return whether labels are 0 to n - 1, once or repeated in the same order; synchronizes the GPU.
-
-    Labels look like this if each process numbers its own rows, also with two views of each row: 0 1 2 0 1 2. Class
-    labels come in a different order, or some classes occur more often.
-    """
-    if len(labels) == 0:
-        return True
-    number = int(labels.max()) + 1
-    is_one_class = number == 1  # also of a single row, which says nothing
-    if number < 1 or len(labels) % number != 0 or is_one_class:
-        return False
-    places, views = torch.arange(number, dtype=labels.dtype, device=labels.device), len(labels) // number
-    return torch.equal(labels, places.repeat(views)) or torch.equal(labels, places.repeat_interleave(views))
+def _are_places(labels: Tensor | None, device: torch.device) -> Tensor:
+    """Return 1 for labels that are 0 to n - 1 in this order, n > 1, otherwise 0, as a tensor (1,)."""
+    if labels is None or len(labels) < 2:
+        return torch.zeros(1, dtype=torch.int64, device=device)
+    places = torch.arange(len(labels), device=device)
+    return (labels == places).all().reshape(1).long()
 
 
 def _is_list_of_ids(value: Tensor) -> bool:
@@ -302,7 +251,7 @@ class _Gather(torch.autograd.Function):
 
 
 class GathersAcrossDevices:
-    """Gives a loss the attribute :attr:`gather_across_devices`."""
+    """Gives a loss the attributes :attr:`gather_across_devices` and :attr:`global_labels`, which may be set."""
 
     processes: Processes
 
@@ -315,7 +264,51 @@ class GathersAcrossDevices:
 
     @gather_across_devices.setter
     def gather_across_devices(self, group: Any) -> None:
-        self.processes = Processes(group)
+        self.processes = Processes(group, self.global_labels)
+
+    @property
+    def global_labels(self) -> bool:
+        """Whether labels mean the same in all processes, also where they are 0 to B - 1 in each."""
+        return self.processes.global_labels
+
+    @global_labels.setter
+    def global_labels(self, are_global: bool) -> None:
+        self.processes = Processes(self.gather_across_devices, are_global)
+
+
+ALONE = Processes()
+
+
+def processes_of(loss: nn.Module) -> Processes:
+    """Return the processes whose rows a loss, or a part of it, gathers."""
+    for module in loss.modules():
+        processes = getattr(module, "processes", ALONE)
+        if isinstance(processes, Processes) and not processes.is_alone:
+            return processes
+    return ALONE
+
+
+def gathers(loss: nn.Module) -> bool:
+    """Return whether a loss, or a part of it, compares the rows of all processes."""
+    return not processes_of(loss).is_alone
+
+
+def gathering(loss: Any, group: Any = True) -> Any:
+    """Return a loss that compares the rows of all processes of a group: the loss itself, or a ``DistributedLoss``."""
+    if not hasattr(loss, "gather_across_devices"):
+        return DistributedLoss(loss, group)
+    loss.gather_across_devices = group
+    return loss
+
+
+@contextlib.contextmanager
+def all_rows() -> Iterator[None]:
+    """Let losses that are called here not gather, because they get the rows of all processes."""
+    token = _has_gathered.set(True)
+    try:
+        yield
+    finally:
+        _has_gathered.reset(token)
 
 
 def all_gather_rows(*tensors: Tensor | None, group: Any = True) -> tuple[Any, ...]:
@@ -329,7 +322,8 @@ def all_gather_rows(*tensors: Tensor | None, group: Any = True) -> tuple[Any, ..
     if processes.size == 1 or all(tensor is None for tensor in tensors):
         return tensors
     by_name = {f"tensor {number}": tensor for number, tensor in enumerate(tensors)}
-    return tuple(processes.gather_rows(by_name).tensors.values())
+    gathered, _ = processes.gather_rows(by_name)
+    return tuple(gathered.values())
 
 
 class DistributedLoss(GathersAcrossDevices, nn.Module):
@@ -341,27 +335,20 @@ class DistributedLoss(GathersAcrossDevices, nn.Module):
     processes. With one process, it is the loss itself.
 
     Args:
-        loss: a loss of this package or of pytorch-metric-learning.
+        loss: a loss of this package or of pytorch-metric-learning. One that gathers itself does not do so here.
         group: True for all processes, or a ``ProcessGroup``.
-
-    Raises:
-        ValueError: the loss has ``gather_across_devices`` itself.
+        global_labels: see :class:`~vl_plugins.losses.PairLoss`.
 
     >>> from vl_plugins.losses import UnifiedLoss
     >>> DistributedLoss(UnifiedLoss())(torch.eye(3), ref_emb=torch.eye(3).roll(1, dims=0))
     tensor(2.4000)
     """
 
-    def __init__(self, loss: nn.Module, group: Any = True):
+    def __init__(self, loss: nn.Module, group: Any = True, global_labels: bool = False):
         super().__init__()
         check_loss(loss)
         self.loss = loss
-        self._check_gathering()
-        self.gather_across_devices = group
-
-    def _check_gathering(self) -> None:
-        if gathers(self.loss):
-            raise ValueError("the loss gathers by itself: create it without gather_across_devices")
+        self.processes = Processes(group, global_labels)
 
     @eager
     def forward(
@@ -392,7 +379,6 @@ class DistributedLoss(GathersAcrossDevices, nn.Module):
                 labels that are NaN, of the wrong type or length, or 0 to B - 1 in each of several processes, which
                 would make unrelated rows positives.
         """
-        self._check_gathering()
         if isinstance(indices_tuple, Tensor):  # the order until 0.3: ref_emb, ref_labels, miner
             if isinstance(ref_labels, nn.Module) and miner is None:
                 ref_labels, miner = None, ref_labels
@@ -401,123 +387,65 @@ class DistributedLoss(GathersAcrossDevices, nn.Module):
             indices_tuple, ref_emb, ref_labels = None, indices_tuple, ref_emb if ref_labels is None else ref_labels
         if indices_tuple is not None:
             raise ValueError("indices_tuple would be of this process only: give the miner as miner=")
-        check_tensors(embeddings=embeddings)
-        if ref_emb is not None:
-            check_tensors(ref_emb=ref_emb)
-            check_widths(getattr(self.loss, "distance", None), embeddings, ref_emb)
         sides = {"embeddings": embeddings, "labels": labels, "ref_emb": ref_emb, "ref_labels": ref_labels}
-        settings = settings_of(self.loss, options.get("symmetric"))
-        call = joined_call(self.processes, sides | options, learned_numbers(self.loss), settings)
-        embeddings, labels, ref_emb, ref_labels = (call.pop(name) for name in sides)
-        refs = () if ref_emb is None else (ref_emb, ref_labels)
-        indices = None if miner is None else miner(embeddings, labels, *refs)
-        return self.loss(embeddings, labels, indices, *refs, **call)
+        with full_precision_call(embeddings=embeddings, ref_emb=ref_emb):
+            call = joined_call(self.loss, self.processes, sides | options)
+            embeddings, labels, ref_emb, ref_labels = (call.pop(name) for name in sides)
+            refs = () if ref_emb is None else (ref_emb, ref_labels)
+            indices = None
+            if miner is not None:
+                indices = miner(embeddings, labels, *refs)
+            with all_rows():
+                return self.loss(embeddings, labels, indices, *refs, **call)
 
 
-def gathers(loss: nn.Module) -> bool:
-    """Return whether a loss, or a part of it, compares the rows of all processes."""
-    processes = [getattr(module, "processes", None) for module in loss.modules()]
-    return any(isinstance(of_module, Processes) and not of_module.is_alone for of_module in processes)
-
-
-def gathering(loss: Any, group: Any = True) -> Any:
-    """Return a loss that compares the rows of all processes of a group: the loss itself, or a ``DistributedLoss``."""
-    if not hasattr(loss, "gather_across_devices"):
-        return DistributedLoss(loss, group)
-    loss.gather_across_devices = group
-    return loss
-
-
-def learned_numbers(loss: nn.Module) -> dict[str, Tensor]:
+def learned_numbers(loss: nn.Module) -> dict[str, Any]:
     """Return the parameters of one element, such as a scale, which have to be equal in all processes."""
     return {name: value for name, value in loss.named_parameters() if value.numel() == 1}
 
 
-def settings_of(loss: nn.Module, symmetric: Any = None) -> tuple[str, ...]:
-    """Return the settings of a call, in words, which have to be equal in all processes."""
-    settings = [f"symmetric={symmetric}"]
-    for module in loss.modules():
-        if hasattr(module, "is_warming_up"):
-            settings.append("in a warm-up" if module.is_warming_up else "after a warm-up")
-    return tuple(settings)
-
-
 def joined_call(
-    processes: Processes, call: dict[str, Any], learned: dict[str, Tensor], settings: tuple[str, ...]
+    loss: nn.Module, processes: Processes, call: dict[str, Any], needs_labels: bool = True
 ) -> dict[str, Any]:
-    """Return the arguments of a call with the rows of all processes.
+    """Return the checked arguments of a call with the rows of all processes.
 
     Args:
+        loss: which will be called.
         processes: that share the batch.
-        call: ``embeddings``, ``labels``, ``ref_emb``, ``ref_labels`` and others by name. Embeddings become float32 at
-            least, and labels that are not given follow from the order of the rows. ``ref_emb`` becomes None where it
-            is the embeddings, because gathered rows are copies.
-        learned: numbers that must be equal in all processes.
-        settings: words that must be equal too.
+        needs_labels: False if a miner says what belongs together.
+        call: by the names of :class:`~vl_plugins.losses.PairLoss`, and others. Labels that are not given follow from
+            the order of the rows.
     """
     if processes.size > 1 and call.get("copies") is not None:
         raise ValueError("copies are places of one process: create the loss without gather_across_devices")
-    embeddings, ref_emb = call["embeddings"], call["ref_emb"]
-    if ref_emb is embeddings:
-        ref_emb = None
-    labels, ref_labels = pair_labels(embeddings, call["labels"], ref_emb, call["ref_labels"], processes.rank)
-    call = call | {"labels": labels, "ref_emb": ref_emb, "ref_labels": ref_labels}
-    if ref_emb is None:
-        (call["embeddings"],) = full_precision(embeddings)
-    else:
-        call["embeddings"], call["ref_emb"] = full_precision(embeddings, ref_emb)
+    rows, others, numbers = {}, {}, {}
+    for name, value in call.items():
+        if name in SHAPES or name == "confidence":
+            rows[name] = value
+        else:
+            others[name] = value
+    vectors = isinstance(getattr(loss, "distance", None), VECTOR_DISTANCES)
+    rows = checked_rows(rows, vectors)
+    if needs_labels:
+        rows = with_labels(rows, first_label(processes.rank))
+    call = others | rows
     if processes.size == 1:
         return call
-    return call | processes.gather_rows(options_with_rows(call), learned, settings, uses_all=True).tensors
-
-
-def options_with_rows(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call that have a row for each item; None where the call gives none.
-
-    A scale or a bias may be a tensor (1,), which has no rows. Any other tensor is assumed to have rows, even with
-    length 1, because a process may have only one row.
-    """
-    embeddings, negatives = call["embeddings"], call.get("negatives")
-    candidates = embeddings if call["ref_emb"] is None else call["ref_emb"]
-    items_of_ids = {"ref_ids": candidates, "matching_ids": embeddings, "negative_ids": negatives}
-    rows = {}
+    settings = [f"symmetric={call.get('symmetric')}"]
+    for module in loss.modules():
+        if hasattr(module, "is_warming_up"):  # a warm-up may have ended in one process only
+            settings.append("in a warm-up" if module.is_warming_up else "after a warm-up")
+    tensors = {}
     for name, value in call.items():
-        items = items_of_ids.get(name)
-        if items is not None:
-            value = as_ids(name, value, items, dimensions=2 if name == "matching_ids" else 1)
-        elif isinstance(value, (list, tuple, np.ndarray)):
-            value = torch.as_tensor(value, device=embeddings.device)
-        is_tensor = isinstance(value, Tensor) and value.ndim > 0 and name not in ("scale", "bias")
-        if value is None or is_tensor:
-            rows[name] = value
-    return rows
-
-
-def pair_labels(
-    embeddings: Tensor, labels: Any, ref_emb: Tensor | None, ref_labels: Any, rank: int = 0
-) -> tuple[Tensor, Any]:
-    """Return the labels of both sides; those that are not given follow from the order of the rows."""
-    if labels is None:
-        if ref_emb is None or ref_labels is not None:
-            raise ValueError("labels must be given with one set of embeddings, and with ref_labels")
-        labels = torch.arange(len(embeddings), device=embeddings.device) + first_label(rank)
-    labels = as_labels("labels", labels, embeddings)
-    if ref_emb is None:
-        labels_of_one_set(labels, ref_labels, embeddings)  # which are checked
-        return labels, None
-    if ref_labels is None:
-        check_multiple(embeddings, ref_emb)
-        ref_labels = labels.repeat_interleave(len(ref_emb) // max(1, len(embeddings)))
-    return labels, as_ref_labels(ref_labels, ref_emb)
-
-
-def check_multiple(embeddings: Tensor, ref_emb: Tensor) -> None:
-    """Raise ``ValueError`` if the rows of ``ref_emb`` cannot be assigned to the embeddings by position."""
-    if len(ref_emb) != len(ref_emb) // max(1, len(embeddings)) * len(embeddings):
-        raise ValueError(
-            "without ref_labels, rows k i to k i + k - 1 of ref_emb belong to row i of the embeddings: "
-            f"{len(ref_emb)} is not a multiple of {len(embeddings)}"
-        )
+        if isinstance(value, (list, tuple, np.ndarray)):
+            value = torch.as_tensor(value, device=call["embeddings"].device)
+        is_one_number = isinstance(value, Tensor) and (value.ndim == 0 or name in ("scale", "bias"))
+        if is_one_number or isinstance(value, float):
+            numbers[name] = value
+        elif value is None or isinstance(value, Tensor):
+            tensors[name] = value
+    gathered, _ = processes.gather_rows(tensors, learned_numbers(loss) | numbers, tuple(settings))
+    return call | gathered
 
 
 def first_label(rank: int) -> int:

@@ -17,32 +17,35 @@ A gradient :math:`g` of these numbers becomes a gradient W of S, with an entry f
 and then gradients of the vectors, :math:`\partial X = W Y` and :math:`\partial Y = W^\top X`. For the maximum, W has
 one entry for the negatives of each row and of each column. S is computed in blocks of rows. For the gradient of a soft
 maximum, the matrix is kept, or recomputed in tiles.
+
+The three products may be of bfloat16 or float16, added up in float32. A product of two such numbers fits into float32,
+so S is exact if the vectors are multiplied as they are, and divided by their norms afterwards. W alone is rounded.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, threshold
 
-from vl_plugins.numerics import fill_at
+from vl_plugins.numerics import fill_at, full_precision
 
 __all__ = [
     "LEAST_NORM",
     "MATRIX_BYTES",
-    "Excluded",
-    "Ids",
+    "Comparison",
+    "KnownPositives",
     "Maxima",
     "Pairs",
     "block_rows",
-    "cosines",
     "label_pairs",
     "matrix_maximum",
     "maxima",
+    "product",
+    "similarities_of",
     "soft_maxima",
     "unit_vectors",
 ]
@@ -51,9 +54,15 @@ __all__ = [
 CPU_BLOCK = 2**20
 DEVICE_BLOCK = 2**24
 FEW = 2**16  # up to this many pairs are compared at once
-MANY = 2**22  # up to this many pairs are listed; beyond that, each block of rows gets a mask
 MATRIX_BYTES = 2**30  # a larger matrix is computed twice rather than kept
 LEAST_NORM = 1e-12  # as in torch's normalize; here a shorter vector has no gradient, and in a set it is padding
+# On a GPU, the element-wise part of blocks of so many similarities is compiled, after so many blocks: compilation
+# takes longer than a short run.
+COMPILE_ON = ("cuda",)
+COMPILE_FROM = 2**24
+COMPILE_AFTER = 200
+HALF = (torch.bfloat16, torch.float16)
+HAS_OUT_DTYPE = "dtype" in torch.ops.aten.mm.overloads()  # torch 2.8 and later
 
 
 class Pairs(NamedTuple):
@@ -85,25 +94,6 @@ class Pairs(NamedTuple):
         order = self.columns.argsort(stable=True)
         return Pairs(self.columns[order], self.rows[order]), order
 
-    def of_blocks(self, starts: list[int]) -> Iterator["Pairs"]:
-        """Yield the pairs of each block of rows, with rows counted from the start of the block.
-
-        Synchronizes the GPU, unless there is only one block or ``per_row`` is known.
-
-        Args:
-            starts: the first row of each block, then the total number of rows.
-        """
-        if len(starts) == 2:
-            yield self
-            return
-        if self.per_row is None:
-            bounds = torch.searchsorted(self.rows, torch.tensor(starts, device=self.rows.device)).tolist()
-        else:
-            bounds = [start * self.per_row for start in starts]
-        for number, start in enumerate(starts[:-1]):
-            places = slice(bounds[number], bounds[number + 1])
-            yield Pairs(self.rows[places] - start, self.columns[places], self.per_row)
-
 
 def label_pairs(labels: Tensor, ref_labels: Tensor) -> Pairs:
     """Return all pairs of equal labels, sorted by row, then by column. Synchronizes the GPU.
@@ -113,142 +103,195 @@ def label_pairs(labels: Tensor, ref_labels: Tensor) -> Pairs:
     """
     if labels.shape[0] * ref_labels.shape[0] <= FEW:
         return Pairs.of_mask(labels[:, None] == ref_labels)
-    join = _Join.of(labels, ref_labels)
-    rows = torch.repeat_interleave(join.counts)
-    return join.pairs(rows)
+    # The positives of a row are a range of the sorted columns.
+    dtype = torch.promote_types(labels.dtype, ref_labels.dtype)
+    sorted_labels, order = ref_labels.to(dtype).sort(stable=True)
+    labels = labels.to(dtype)
+    first = torch.searchsorted(sorted_labels, labels)
+    counts = torch.searchsorted(sorted_labels, labels, right=True) - first
+    rows = torch.repeat_interleave(counts)
+    rank = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
+    return Pairs(rows, order[first[rows] + rank])
 
 
-class _Join(NamedTuple):
-    """Matches equal numbers of two sides without comparing all pairs: each row has a range of the sorted other side."""
+class KnownPositives(NamedTuple):
+    """Which rows and columns share an id. Items of one side may have several ids each, those of the other one each.
 
-    order: Tensor  # (C,), sorts the other side
-    first: Tensor  # (A,), where the range of a row begins
-    counts: Tensor  # (A,), how long the range is
-
-    @classmethod
-    def of(cls, numbers: Tensor, others: Tensor) -> "_Join":
-        dtype = torch.promote_types(numbers.dtype, others.dtype)
-        order = others.argsort(stable=True)
-        numbers, ordered = numbers.to(dtype), others[order].to(dtype)
-        first = torch.searchsorted(ordered, numbers)
-        return cls(order, first, torch.searchsorted(ordered, numbers, right=True) - first)
-
-    def pairs(self, rows: Tensor) -> Pairs:
-        """Return all pairs, given each row as often as its range is long."""
-        rank = torch.arange(len(rows), device=rows.device) - (self.counts.cumsum(0) - self.counts)[rows]
-        return Pairs(rows, self.order[self.first[rows] + rank])
-
-
-class Ids(NamedTuple):
-    """Which ids the items of one side have: L entries, each of an item and one of its ids, sorted by item."""
+    Attributes:
+        items, ids: (L,), an item of the side with several ids, and one of its ids.
+        single_ids: (N,), the id of each item of the other side.
+        number_of_ids: ids are 0 to this number - 1.
+        items_are_rows: whether the side with several ids is the rows.
+        first_row: the number of the first row among the items.
+    """
 
     items: Tensor
     ids: Tensor
-
-
-@dataclass(eq=False)
-class Excluded:
-    """Pairs that are neither positive nor negative, in one of two forms.
-
-    Attributes:
-        listed: the pairs themselves; None if there are too many, and each block of rows gets a mask instead.
-        many, one: for masks: the ids of the items on one side, which may have several each, and the single id of each
-            item on the other side, both from 0 to ``number_of_ids`` - 1. A pair that shares an id is excluded.
-        rows_have_one: whether ``one`` belongs to the rows.
-        are_copies: whether they are pairs of an item and its own copy.
-    """
-
-    listed: Pairs | None = None
-    many: Any = None
-    one: Any = None
-    number_of_ids: int = 0
-    rows_have_one: bool = False
-    are_copies: bool = False
+    single_ids: Tensor
+    number_of_ids: int
+    items_are_rows: bool
+    first_row: int = 0
 
     @classmethod
-    def copies(cls, columns: Tensor) -> "Excluded":
-        """Exclude one column of each row, (A,), such as its own copy."""
-        pairs = Pairs(torch.arange(len(columns), device=columns.device), columns, per_row=1)
-        return cls(pairs, are_copies=True)
+    def of(cls, items: Tensor, ids: Tensor, single_ids: Tensor, items_are_rows: bool) -> "KnownPositives":
+        """Number the ids anew; negative ones are equal to none. Synchronizes the GPU."""
+        both = torch.cat([ids.clamp(min=-1), torch.where(single_ids < 0, -2, single_ids)])
+        values, places = both.unique(return_inverse=True)
+        return cls(items, places[: len(ids)], places[len(ids) :], len(values), items_are_rows)
 
-    @classmethod
-    def by_ids(cls, many: Ids, one: Tensor, rows_have_one: bool) -> "Excluded":
-        """Exclude the pairs that share an id. Synchronizes the GPU.
+    def transposed(self, rows: int) -> "KnownPositives":
+        """Return the same for the first rows of the transposed matrix."""
+        if self.items_are_rows:
+            return self._replace(items_are_rows=False, single_ids=self.single_ids[:rows])
+        return self._replace(items_are_rows=True)
 
-        Args:
-            many: the ids of the items on one side. Negative numbers are not ids.
-            one: (N,), the id of each item on the other side.
-            rows_have_one: whether ``one`` belongs to the rows.
-        """
-        if len(many.ids) * len(one) <= FEW:
-            entries, entries_of_one = ((many.ids[:, None] == one) & (one >= 0)).nonzero(as_tuple=True)
-        else:
-            join = _Join.of(many.ids, one)
-            counts = join.counts * (many.ids >= 0)
-            total = int(counts.sum())
-            if total > MANY:
-                return cls._of_masks(many, one, rows_have_one)
-            repeated = torch.repeat_interleave(counts, output_size=total)
-            entries, entries_of_one, _ = join._replace(counts=counts).pairs(repeated)
-        items = many.items[entries]
-        if not rows_have_one:
-            return cls(Pairs(items, entries_of_one))
-        rows, order = entries_of_one.sort(stable=True)
-        return cls(Pairs(rows, items[order]))
-
-    @classmethod
-    def _of_masks(cls, many: Ids, one: Tensor, rows_have_one: bool) -> "Excluded":
-        is_id = many.ids >= 0  # a negative number of the other side is then the id of nothing
-        many = Ids(many.items[is_id], many.ids[is_id])
-        values, numbers = torch.cat([many.ids, one]).unique(return_inverse=True)
-        of_many, of_one = numbers.split([len(many.ids), len(one)])
-        return cls(None, many._replace(ids=of_many), of_one, len(values), rows_have_one)
-
-    def transposed(self, rows: int) -> "Excluded":
-        """Return what is excluded of the first rows of the transposed matrix."""
-        if self.listed is not None:
-            pairs, _ = self.listed.transposed()
-            number = int((pairs.rows < rows).sum())  # waits for the device
-            return Excluded(Pairs(pairs.rows[:number], pairs.columns[:number]))
-        return Excluded(None, self.many, self.one, self.number_of_ids, not self.rows_have_one)
+    def of_rows(self, rows: slice) -> "KnownPositives":
+        """Return the same for a block of rows."""
+        if self.items_are_rows:
+            return self._replace(first_row=rows.start)
+        return self._replace(single_ids=self.single_ids[rows])
 
     def mask(self, shape: Sequence[int]) -> Tensor:
-        """Return a bool matrix that is True where pairs are excluded."""
+        """Return a bool matrix that is True where a row and a column share an id."""
         rows, columns = shape
-        if self.listed is not None:
-            return self.listed.mask(shape)
-        # Items of one id stand for each other: the mask is made for one of them, and copied to the others.
-        representative = self.one.new_full((self.number_of_ids,), len(self.one))
-        representative[self.one] = torch.arange(len(self.one), device=self.one.device)
-        of_entries = representative[self.many.ids]  # an id without an item points past the end, to an unread mask
-        extra = 1, 0
-        places = of_entries, self.many.items
-        if not self.rows_have_one:
-            extra, places = (0, 1), (self.many.items, of_entries)
-        mask = torch.zeros(rows + extra[0], columns + extra[1], dtype=torch.bool, device=self.one.device)
-        fill_at(mask, places, True)
-        if self.rows_have_one:
-            return mask[representative[self.one]]
-        return mask[:, representative[self.one]]
+        if self.items_are_rows:
+            # Which ids each row has; those of rows elsewhere go to one more row, which is not read.
+            places = self.items - self.first_row
+            places = torch.where((places >= 0) & (places < rows), places, rows)
+            has_id = Pairs(places, self.ids).mask((rows + 1, self.number_of_ids))
+            return has_id[:rows, self.single_ids]
+        # Rows of one id stand for each other: the mask is made for one of them, and copied to the others.
+        representative = self.single_ids.new_full((self.number_of_ids,), rows)
+        representative[self.single_ids] = torch.arange(rows, device=self.single_ids.device)
+        mask = Pairs(representative[self.ids], self.items).mask((rows + 1, columns))
+        return mask[representative[self.single_ids]]
 
-    def of_blocks(self, starts: list[int]) -> Iterator["Excluded"]:
-        """Yield what is excluded of each block of rows, see :meth:`Pairs.of_blocks`."""
-        if self.listed is not None:
-            for pairs in self.listed.of_blocks(starts):
-                yield Excluded(pairs)
-        elif self.rows_have_one:
-            for start, end in pairwise(starts):
-                yield Excluded(None, self.many, self.one[start:end], self.number_of_ids, rows_have_one=True)
-        else:
-            for entries in Pairs(self.many.items, self.many.ids).of_blocks(starts):
-                yield Excluded(None, Ids(entries.rows, entries.columns), self.one, self.number_of_ids)
 
-    def fill(self, products: Tensor, value: float) -> None:
-        """Set the entries of a block that are excluded, in place."""
-        if self.listed is None:
-            products.masked_fill_(self.mask((products.shape[0], products.shape[1])), value)
+class Comparison(NamedTuple):
+    """Anchors, their candidates, and which pairs of them are positive or no negatives.
+
+    Attributes:
+        anchors, candidates: (A, D) and (C, D).
+        positives: M pairs.
+        anchor_columns: the first so many candidates are also anchors, in the same matrix; 0 for none.
+        copies: (A,), a candidate that is each anchor's own copy, with which it is not compared; or None.
+        known: further pairs that are no negatives, or None.
+        all_have_negatives: whether that is certain of every anchor.
+        numbers: (M,) by name, such as the margin of each positive pair.
+    """
+
+    anchors: Tensor
+    candidates: Tensor
+    positives: Pairs
+    anchor_columns: int = 0
+    copies: Tensor | None = None
+    known: KnownPositives | None = None
+    all_have_negatives: bool = False
+    numbers: dict[str, Tensor] = {}  # noqa: RUF012 (never changed)
+
+    def masks(self) -> tuple[Tensor, Tensor]:
+        """Return which pairs are positive and which are negative, (A, C) each."""
+        shape = self.anchors.shape[0], self.candidates.shape[0]
+        positive_mask = self.positives.mask(shape)
+        negative_mask = ~positive_mask
+        if self.copies is not None:
+            fill_at(negative_mask, (torch.arange(shape[0], device=self.copies.device), self.copies), False)
+        if self.known is not None:
+            negative_mask &= ~self.known.mask(shape)
+        return positive_mask, negative_mask
+
+    def block(self, rows: slice, positives: Pairs) -> "Comparison":
+        """Return the comparison of a block of rows."""
+        copies, known = self.copies, self.known
+        if copies is not None:
+            copies = copies[rows]
+        if known is not None:
+            known = known.of_rows(rows)
+        return self._replace(anchors=self.anchors[rows], positives=positives, copies=copies, known=known)
+
+    def blocks(self) -> list[tuple[slice, Pairs]]:
+        """Return the rows of each block with its positive pairs, whose rows count from the first one of the block.
+
+        Synchronizes the GPU, unless there is only one block or each row has the same number of pairs.
+        """
+        positives, total = self.positives, self.anchors.shape[0]
+        step = block_rows(self.candidates.shape[0], self.anchors.device)
+        if step >= total:
+            return [(slice(0, total), positives)]
+        starts = [*range(0, total, step), total]
+        if positives.per_row is None:
+            bounds = torch.searchsorted(positives.rows, torch.tensor(starts, device=self.anchors.device)).tolist()
         else:
-            fill_at(products, (self.listed.rows, self.listed.columns), value)
+            bounds = [start * positives.per_row for start in starts]
+        blocks = []
+        for number, start in enumerate(starts[:-1]):
+            places = slice(bounds[number], bounds[number + 1])
+            pairs = Pairs(positives.rows[places] - start, positives.columns[places], positives.per_row)
+            blocks.append((slice(start, starts[number + 1]), pairs))
+        return blocks
+
+    def take_out(self, block: Tensor, rows: slice, positives: Pairs) -> Tensor:
+        """Return the positives' entries of a block, and set those of all that are no negatives to -inf."""
+        of_positives = block[positives.rows, positives.columns]
+        fill_at(block, (positives.rows, positives.columns), -torch.inf)
+        if self.copies is not None:
+            rows_of_block = torch.arange(block.shape[0], device=block.device)
+            fill_at(block, (rows_of_block, self.copies[rows]), -torch.inf)
+        if self.known is not None:
+            block.masked_fill_(self.known.of_rows(rows).mask(block.shape), -torch.inf)
+        return of_positives
+
+
+def block_rows(size: int, device: torch.device, least: int = 32) -> int:
+    """Return the number of rows in a block, for rows of ``size`` numbers; products of fewer than ``least`` are slow."""
+    return max(least, (CPU_BLOCK if device.type == "cpu" else DEVICE_BLOCK) // max(1, size))
+
+
+# Products and similarities
+
+
+def multiply(x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return ``x @ y``; of bfloat16 and float16 in float32, without rounding the products."""
+    if x.dtype not in HALF:
+        return torch.mm(x, y, out=out)
+    if not (x.is_cuda and HAS_OUT_DTYPE):
+        return torch.mm(x.float(), y.float(), out=out)
+    products = torch.mm(x, y, out_dtype=torch.float32)
+    return products if out is None else out.copy_(products)
+
+
+class _Product(torch.autograd.Function):
+    """``x @ y.mT``, whose gradients are products of the same kind, also where the caller runs them under autocast."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, dtype: torch.dtype | None) -> Tensor:
+        ctx.save_for_backward(x, y)
+        ctx.dtype = dtype
+        with torch.autocast(x.device.type, enabled=False):
+            if dtype is None:
+                return x @ y.mT
+            return multiply(x.to(dtype), y.to(dtype).mT)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,) = grads
+        x, y = ctx.saved_tensors
+        unit: Any = 1
+        if ctx.dtype is not None:  # float16 has no numbers below 6e-8
+            unit = grad.detach().abs().amax().clamp(min=torch.finfo(grad.dtype).tiny)
+            grad = grad / unit
+        x_grad = y_grad = None
+        if ctx.needs_input_grad[0]:
+            x_grad = product(grad, y.mT, ctx.dtype) * unit
+        if ctx.needs_input_grad[1]:
+            y_grad = product(grad.mT, x.mT, ctx.dtype) * unit
+        return x_grad, y_grad, None
+
+
+def product(x: Tensor, y: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return ``x @ y.mT`` in the type of ``x``, or of float16 or bfloat16; differentiable any number of times."""
+    result: Tensor = _Product.apply(x, y, dtype)
+    return result
 
 
 def unit_vectors(vectors: Tensor) -> Tensor:
@@ -256,9 +299,19 @@ def unit_vectors(vectors: Tensor) -> Tensor:
     return vectors / _norms(vectors)
 
 
-def cosines(x: Tensor, y: Tensor) -> Tensor:
-    """Return the cosine similarities (A, C) of vectors (A, D) and (C, D); differentiable any number of times."""
-    return unit_vectors(x) @ unit_vectors(y).T
+def similarities_of(x: Tensor, y: Tensor, normalize: bool, dtype: torch.dtype | None) -> Tensor:
+    """Return the cosines or dot products (A, C) of vectors (A, D) and (C, D); differentiable any number of times.
+
+    Args:
+        dtype: of the products, bfloat16 or float16; None for that of the vectors.
+    """
+    if dtype is None:
+        if normalize:
+            x, y = unit_vectors(x), unit_vectors(y)
+        return product(x, y)
+    x, y = x.to(dtype).to(x.dtype), y.to(dtype).to(y.dtype)  # rounded before their norms are taken
+    products = product(x, y, dtype)
+    return products / _norms(x) / _norms(y).T if normalize else products
 
 
 def matrix_maximum(similarities: Tensor, negative_mask: Tensor, scale: float | Tensor | None = None) -> Tensor:
@@ -276,105 +329,15 @@ def matrix_maximum(similarities: Tensor, negative_mask: Tensor, scale: float | T
     return sums.masked_fill(~negative_mask.any(dim=1), -torch.inf)
 
 
-class Maxima(NamedTuple):
-    """What is known of the pairs of a batch.
-
-    Attributes:
-        positive: (M,), the similarities of the positive pairs.
-        of_anchors: the (soft) maximum of each anchor's negatives, first of the A rows, (A,), then of the columns that
-            are anchors too; -inf for an anchor without negatives.
-        rows: A.
-    """
-
-    positive: Tensor
-    of_anchors: Tensor
-    rows: int
-
-    @classmethod
-    def of(cls, values: Tensor, pairs: int, rows: int) -> "Maxima":
-        """Cut one tensor into the similarities of so many pairs, and the maxima."""
-        positive, of_anchors = values.split_with_sizes([pairs, values.shape[0] - pairs])
-        return cls(positive, of_anchors, rows)
-
-    @property
-    def of_rows(self) -> Tensor:
-        return self.of_anchors[: self.rows]
-
-    @property
-    def of_columns(self) -> Tensor:
-        """Those of the columns; empty if only rows are anchors."""
-        return self.of_anchors[self.rows :]
-
-    def of_pairs(self, pairs: Pairs) -> Tensor:
-        """Return the maximum of each pair's row, (M,), and then those of its column, (2 M,), if columns are anchors."""
-        if self.of_anchors.shape[0] == self.rows:
-            return self.of_anchors[pairs.rows]
-        return self.of_anchors[torch.cat([pairs.rows, pairs.columns + self.rows])]
-
-
-def maxima(
-    x: Tensor, y: Tensor, positives: Pairs, excluded: list[Excluded], *, normalize: bool, anchor_columns: int
-) -> Maxima:
-    """Return the similarities of the positive pairs, and the maximum similarity of each anchor's negatives.
-
-    No matrix is kept. Among equal maxima, only one gets the gradient. The result can be differentiated only once.
-
-    Args:
-        x, y: (A, D) and (C, D), of the same type, float32 or float64.
-        positives: the positive pairs, which are not negatives.
-        excluded: further pairs that are not negatives.
-        normalize: compare by cosine; otherwise by dot product.
-        anchor_columns: how many of the first columns are anchors too; 0 for none.
-    """
-    of_positives, of_rows, row_places = [], [], []
-    columns = _ColumnMaxima()
-    with torch.no_grad():
-        units = _Vectors.of(x, y, normalize).to_units()
-        for block in _blocks(positives, excluded, len(x), len(y)):
-            products = units.x[block.rows] @ units.y.T
-            of_positives.append(block.take_out(products))
-            values, places = products.max(dim=1)
-            of_rows.append(values)
-            row_places.append(places)
-            if anchor_columns > 0:
-                columns.add(products[:, :anchor_columns], block.rows.start)
-        # The pairs whose similarities are returned: the positive ones, and each anchor with its hardest negative.
-        numbers = torch.arange(max(len(x), len(y)), device=x.device)
-        pair_rows, pair_columns = [positives.rows, numbers[: len(x)]], [positives.columns, *row_places]
-        values = [*of_positives, *of_rows]
-        if anchor_columns > 0:
-            pair_rows.append(columns.places)
-            pair_columns.append(numbers[:anchor_columns])
-            values.append(columns.values)
-        pairs = Pairs(torch.cat(pair_rows), torch.cat(pair_columns))
-    similarities = _PairSimilarities.apply(x, y, units, pairs, numbers, torch.cat(values))
-    return Maxima.of(similarities, len(positives.rows), len(x))
-
-
-def soft_maxima(
-    x: Tensor,
-    y: Tensor,
-    positives: Pairs,
-    excluded: list[Excluded],
-    scale: float | Tensor,
-    *,
-    normalize: bool,
-    tiled: bool,
-    anchor_columns: int,
-) -> Maxima:
-    """Return the similarities of the positive pairs, and the soft maximum of each anchor's negatives.
-
-    Args:
-        x, y, positives, excluded, normalize, anchor_columns: see :func:`maxima`.
-        scale: see :func:`matrix_maximum`; a number, or a 0-D tensor, which receives a gradient.
-        tiled: compute each block again for the gradients, instead of keeping the matrix (A, C).
-    """
-    values = _SoftMaxima.apply(x, y, scale, positives, excluded, normalize, tiled, anchor_columns)
-    return Maxima.of(values, len(positives.rows), len(x))
+def _norms(vectors: Tensor) -> Tensor:
+    """Return the norm of each vector, (N, 1); infinity for a zero vector, so that it and its gradient stay zero."""
+    dtype = torch.float32 if vectors.dtype in HALF else None
+    norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True, dtype=dtype)
+    return threshold(norms, LEAST_NORM, torch.inf)
 
 
 class _Vectors(NamedTuple):
-    """The two sides of a product, with their norms where they are compared by cosine."""
+    """The two sides of a product, as they are multiplied, and the norms by which it is divided; None for none."""
 
     x: Tensor
     y: Tensor
@@ -382,66 +345,52 @@ class _Vectors(NamedTuple):
     y_norms: Tensor | None
 
     @classmethod
-    def of(cls, x: Tensor, y: Tensor, normalize: bool) -> "_Vectors":
+    def of(cls, x: Tensor, y: Tensor, normalize: bool, dtype: torch.dtype | None) -> "_Vectors":
+        if dtype is not None:
+            x, y = x.to(dtype), y.to(dtype)
         if not normalize:
             return cls(x, y, None, None)
         return cls(x, y, _norms(x), _norms(y))
 
-    def x_units(self, rows: slice) -> Tensor:
-        return self.x[rows] if self.x_norms is None else self.x[rows] / self.x_norms[rows]
-
-    def to_units(self) -> "_Vectors":
-        """Return all vectors divided by their norms."""
+    def units(self) -> "_Vectors":
+        """Return all vectors divided by their norms, in float32 at least."""
+        x, y = full_precision(self.x, self.y)
         if self.x_norms is None or self.y_norms is None:
-            return self
-        return self._replace(x=self.x / self.x_norms, y=self.y / self.y_norms)
+            return self._replace(x=x, y=y)
+        return self._replace(x=x / self.x_norms, y=y / self.y_norms)
+
+    def similarities(self, rows: slice, scale: float | Tensor) -> Tensor:
+        """Return the similarities of a block of rows, times the scale."""
+        x, factors = self.x[rows], scale
+        if self.x_norms is not None:
+            factors = scale / self.x_norms[rows]
+        if x.dtype in HALF:
+            products = multiply(x, self.y.T).mul_(factors)
+        else:
+            products = (x * factors) @ self.y.T
+        if self.y_norms is not None:
+            products.div_(self.y_norms.T)
+        return products
 
 
-class _Block(NamedTuple):
-    """A block of rows, the positive pairs in it, and what is excluded."""
+class Maxima(NamedTuple):
+    """What is known of the pairs of a batch.
 
-    rows: slice
-    positives: Pairs
-    excluded: list[Excluded]
+    Attributes:
+        positive: (M,), the similarities of the positive pairs.
+        of_anchors: the (soft) maximum of each anchor's negatives, first of the A rows, (A,), then of the columns that
+            are anchors too; -inf for an anchor without negatives.
+    """
 
-    def take_out(self, products: Tensor) -> Tensor:
-        """Return the positives' entries of the block, and set all that are no negatives to -inf."""
-        at = self.positives.rows, self.positives.columns
-        of_positives = products[at]
-        fill_at(products, at, -torch.inf)
-        for excluded in self.excluded:
-            excluded.fill(products, -torch.inf)
-        return of_positives
+    positive: Tensor
+    of_anchors: Tensor
 
-
-def _blocks(positives: Pairs, excluded: list[Excluded], rows: int, columns: int) -> Iterator[_Block]:
-    """Yield the blocks of a matrix (rows, columns)."""
-    step = block_rows(columns, positives.rows.device)
-    starts = [*range(0, max(rows, 1), step), rows]
-    excluded_of_blocks = [pairs.of_blocks(starts) for pairs in excluded]
-    for number, pairs in enumerate(positives.of_blocks(starts)):
-        rows_of_block = slice(starts[number], starts[number + 1])
-        yield _Block(rows_of_block, pairs, [next(of_blocks) for of_blocks in excluded_of_blocks])
-
-
-def block_rows(size: int, device: torch.device, least: int = 32) -> int:
-    """Return the number of rows in a block, for rows of ``size`` numbers; products of fewer than ``least`` are slow."""
-    return max(least, (CPU_BLOCK if device.type == "cpu" else DEVICE_BLOCK) // max(1, size))
-
-
-class _ColumnMaxima:
-    """The maxima of the columns of a matrix that comes in blocks of rows, and the rows where they are."""
-
-    values: Any = None
-    places: Any = None
-
-    def add(self, block: Tensor, start: int) -> None:
-        values, places = block.T.contiguous().max(dim=1)  # twice as fast as max(dim=0)
-        if self.values is not None:
-            is_larger = ~(values <= self.values)  # NaN too
-            places = torch.where(is_larger, places + start, self.places)
-            values = torch.where(is_larger, values, self.values)
-        self.values, self.places = values, places
+    def of_pairs(self, comparison: Comparison) -> Tensor:
+        """Return the maximum of each pair's row, (M,), and then those of its column, (2 M,), if columns are anchors."""
+        pairs, anchors = comparison.positives, comparison.anchors.shape[0]
+        if comparison.anchor_columns == 0:
+            return self.of_anchors[pairs.rows]
+        return self.of_anchors[torch.cat([pairs.rows, pairs.columns + anchors])]
 
 
 def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -463,127 +412,245 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+# The soft maximum
+
+
+def soft_maxima(
+    comparison: Comparison, scale: float | Tensor, *, normalize: bool, dtype: torch.dtype | None, tiled: bool
+) -> Maxima:
+    """Return the similarities of the positive pairs, and the soft maximum of each anchor's negatives.
+
+    The result can be differentiated only once.
+
+    Args:
+        comparison: vectors of one type, float32 or float64.
+        scale: see :func:`matrix_maximum`; a number, or a 0-D tensor, which receives a gradient.
+        normalize: compare by cosine; otherwise by dot product.
+        dtype: of the products, bfloat16 or float16; None for that of the vectors.
+        tiled: compute each block again for the gradients, instead of keeping the matrix (A, C).
+    """
+    x, y = comparison.anchors, comparison.candidates
+    values = _SoftMaxima.apply(x, y, scale, comparison, normalize, dtype, tiled)
+    pairs = comparison.positives.rows.shape[0]
+    return Maxima(values[:pairs], values[pairs:])
+
+
 class _SoftMaxima(torch.autograd.Function):
     """The similarities of positive pairs, and soft maxima by row and by column, one after the other."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        x, y, scale, positives, excluded, normalize, tiled, anchor_columns = arguments
-        vectors = _Vectors.of(x, y, normalize)
+        x, y, scale, comparison, normalize, dtype, tiled = arguments
+        vectors = _Vectors.of(x, y, normalize, dtype)
         matrix: Any = None
         if not tiled:
-            matrix = _exponents(vectors, slice(0, x.shape[0]), scale)
-        of_positives, row_sums = [], []
-        column_sums: Any = None
-        for block in _blocks(positives, excluded, x.shape[0], y.shape[0]):
+            matrix = vectors.similarities(slice(None), scale)
+        positive, of_rows = [], []
+        of_columns: Any = None
+        for rows, pairs in comparison.blocks():
             exponents = None  # frees that of the last block
-            exponents = _exponents(vectors, block.rows, scale) if matrix is None else matrix[block.rows]
-            of_positives.append(block.take_out(exponents))
-            row_sums.append(exponents.logsumexp(dim=1))
-            if anchor_columns > 0:
-                sums = exponents[:, :anchor_columns].logsumexp(dim=0)
-                column_sums = sums if column_sums is None else torch.logaddexp(column_sums, sums)
-        if column_sums is not None:
-            row_sums.append(column_sums)
-        values = torch.cat([*of_positives, *row_sums])
-        norms = [tensor for tensor in (vectors.x_norms, vectors.y_norms) if tensor is not None]
-        ctx.save_for_backward(x, y, values, *norms)
-        ctx.pairs, ctx.matrix, ctx.scale = (positives, excluded), matrix, scale
+            if matrix is None:
+                exponents = vectors.similarities(rows, scale)
+            else:
+                exponents = matrix[rows]
+            positive.append(comparison.take_out(exponents, rows, pairs))
+            row_sums, column_sums = _fused(_sums, exponents)(exponents, comparison.anchor_columns)
+            of_rows.append(row_sums)
+            if of_columns is None:
+                of_columns = column_sums
+            else:
+                of_columns = torch.logaddexp(of_columns, column_sums)
+        values = torch.cat([*positive, *of_rows, of_columns])
+        ctx.save_for_backward(*vectors, values)
+        ctx.comparison, ctx.matrix, ctx.scale = comparison, matrix, scale
         return values / scale
 
     @staticmethod
     @_once
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
-        x, y, values, *norms = ctx.saved_tensors
-        vectors = _Vectors(x, y, *(norms or (None, None)))
+        *sides, values = ctx.saved_tensors
+        comparison, scale = ctx.comparison, ctx.scale
+        gradient = _Gradient(_Vectors(*sides), ctx.needs_input_grad, grad)
         matrix, ctx.matrix = ctx.matrix, None  # overwritten here; a second backward pass computes it again
-        gradient = _SoftGradient(vectors, ctx.needs_input_grad, ctx.scale)
-        positives, excluded = ctx.pairs
-        sizes = positives.rows.shape[0], x.shape[0]
-        grads = Maxima.of(grad, *sizes)
-        finite = values.clamp(min=torch.finfo(x.dtype).min)  # not -inf, which minus itself is NaN
-        sums = Maxima.of(finite, *sizes)
-        done = 0
-        for block in _blocks(positives, excluded, x.shape[0], y.shape[0]):
-            exponents = weights = None  # frees those of the last block
+        if not comparison.all_have_negatives:  # or -inf minus itself is NaN
+            values = values.clamp(min=torch.finfo(values.dtype).min)
+        sizes = comparison.positives.rows.shape[0], comparison.anchors.shape[0], comparison.anchor_columns
+        _, row_sums, column_sums = values.split_with_sizes(sizes)
+        positive_grad, row_grad, column_grad = gradient.upstream.split_with_sizes(sizes)
+        first_pair = 0
+        for rows, pairs in comparison.blocks():
+            weights = None  # frees those of the last block
             if matrix is None:
-                exponents = _exponents(vectors, block.rows, ctx.scale)
-                block.take_out(exponents)
+                weights = gradient.vectors.similarities(rows, scale)
+                comparison.take_out(weights, rows, pairs)
             else:
-                exponents = matrix[block.rows]
-            weights = _soft_weights(exponents, block.rows, sums, grads)
-            number = block.positives.rows.shape[0]
-            weights[block.positives.rows, block.positives.columns] = grads.positive[done : done + number]
-            done += number
-            gradient.add(block.rows, weights)
-        matrix = exponents = weights = None  # before more is allocated
-        return gradient.x, gradient.of_y(), gradient.of_scale(values, grad), *[None] * 5
+                weights = matrix[rows]
+            _fused(_to_weights, weights)(weights, row_sums[rows], column_sums, row_grad[rows], column_grad)
+            last_pair = first_pair + pairs.rows.shape[0]
+            weights[pairs.rows, pairs.columns] = positive_grad[first_pair:last_pair]
+            first_pair = last_pair
+            gradient.add(rows, weights)
+        matrix = weights = None  # before more is allocated
+        x_grad, y_grad, products = gradient.finished()
+        scale_grad = None
+        if products is not None:  # through all similarities, less the derivative of 1 / scale
+            scale_grad = (products - (values * grad).sum() / scale) / scale
+        return x_grad, y_grad, scale_grad, None, None, None, None
 
 
-def _exponents(vectors: _Vectors, rows: slice, scale: float | Tensor) -> Tensor:
-    """Return the similarities of a block of rows times the scale."""
-    products = (vectors.x_units(rows) * scale) @ vectors.y.T
-    return products if vectors.y_norms is None else products.div_(vectors.y_norms.T)
+def _sums(exponents: Tensor, anchor_columns: int) -> tuple[Tensor, Tensor]:
+    """Return the log-sum-exp of each row, and of the first columns."""
+    return exponents.logsumexp(dim=1), exponents[:, :anchor_columns].logsumexp(dim=0)
 
 
-def _soft_weights(exponents: Tensor, rows: slice, sums: Maxima, grads: Maxima) -> Tensor:
-    """Return the gradient of a block of similarities, still without the positives; changes ``exponents``."""
-    weights = (exponents - sums.of_rows[rows, None]).exp_().mul_(grads.of_rows[rows, None])
-    if sums.of_columns.shape[0] > 0:
-        anchors = slice(0, sums.of_columns.shape[0])
-        by_column = exponents[:, anchors].sub_(sums.of_columns).exp_()
-        weights[:, anchors].addcmul_(by_column, grads.of_columns)
-    return weights
+def _to_weights(
+    exponents: Tensor, row_sums: Tensor, column_sums: Tensor, row_grad: Tensor, column_grad: Tensor
+) -> None:
+    """Turn a block of exponents into the gradient of its similarities, still without the positives, in place."""
+    anchors = exponents[:, : column_sums.shape[0]]
+    by_column = (anchors - column_sums).exp_().mul_(column_grad)
+    exponents.sub_(row_sums[:, None]).exp_().mul_(row_grad[:, None])
+    anchors.add_(by_column)
 
 
-class _SoftGradient:
+def _fused(function: Callable[..., Any], block: Tensor) -> Callable[..., Any]:
+    """Return a function of a block, compiled where many large blocks come on a GPU."""
+    if block.device.type not in COMPILE_ON or block.numel() < COMPILE_FROM:
+        return function
+    _large_blocks[function] += 1
+    if _large_blocks[function] <= COMPILE_AFTER:
+        return function
+    return _compiled(function)
+
+
+_large_blocks: Counter[Callable[..., Any]] = Counter()
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+class _Gradient:
     """The gradients of vectors and scale, added up over blocks of the gradient W of their similarities.
 
-    With unit vectors u = x / |x| and v = y / |y|, the gradient of u is W v. The gradient of x is the part of it
-    orthogonal to u, divided by the length of x. Only what is needed is computed.
+    W is divided by the lengths of both vectors, so that it is multiplied with the vectors as they are. What is left of
+    the gradient of x is the part orthogonal to x. Only what is needed is computed.
+
+    In half precision W is rounded, and in units of nearly its largest entry: float16 has no numbers below 6e-8.
 
     Attributes:
-        x: (A, D), or None.
+        upstream: the gradient of the result, in the unit of W.
     """
 
-    def __init__(self, vectors: _Vectors, needs: tuple[bool, ...], scale: float | Tensor):
-        self.vectors, self.scale = vectors, scale
+    def __init__(self, vectors: _Vectors, needs: Sequence[bool], upstream: Tensor):
+        self.vectors, self.upstream = vectors, upstream
         self.needs_x, self.needs_y, self.needs_scale = needs[:3]
-        self.x = torch.empty_like(vectors.x) if self.needs_x else None
-        self.y = torch.zeros_like(vectors.y) if self.needs_y else None
-        self.products: Any = None  # sum of all similarities times their gradients
+        self.unit: Any = None
+        if vectors.x.dtype in HALF:
+            self.unit = upstream.abs().amax().clamp(min=torch.finfo(upstream.dtype).tiny)
+            if vectors.x_norms is not None and vectors.y_norms is not None:
+                self.unit = self.unit / (vectors.x_norms.amin() * vectors.y_norms.amin())
+            self.upstream = upstream / self.unit
+        self.x: Any = None
+        self.y: Any = None
+        if self.needs_x or self.needs_scale:
+            self.x = torch.empty_like(vectors.x, dtype=upstream.dtype)
+        if self.needs_y:
+            self.y = torch.zeros_like(vectors.y, dtype=upstream.dtype)
 
     def add(self, rows: slice, weights: Tensor) -> None:
         """Add the gradient of a block of similarities, which is changed."""
-        x_units, y_norms = self.vectors.x_units(rows), self.vectors.y_norms
-        if y_norms is not None:
-            weights.div_(y_norms.T)
-        if self.needs_x or self.needs_scale:
-            of_units = torch.mm(weights, self.vectors.y, out=None if self.x is None else self.x[rows])
-            if self.needs_scale:
-                products = (of_units * x_units).sum()
-                self.products = products if self.products is None else self.products + products
-            if self.x is not None:
-                _across(of_units, x_units, None if self.vectors.x_norms is None else self.vectors.x_norms[rows])
-        if self.y is not None:
-            self.y.addmm_(weights.T, x_units)
+        x, y, x_norms, y_norms = self.vectors
+        if x_norms is not None and y_norms is not None:
+            weights.div_(y_norms.T).div_(x_norms[rows])
+        weights = weights.to(x.dtype)
+        if self.x is not None:
+            multiply(weights, y, out=self.x[rows])
+        if self.y is not None and x.dtype in HALF:
+            self.y.add_(multiply(weights.T, x[rows]))
+        elif self.y is not None:
+            self.y.addmm_(weights.T, x[rows])
 
-    def of_y(self) -> Tensor | None:
-        """Return the gradient of y, which is divided by its lengths already, after the last block."""
-        norms = self.vectors.y_norms
-        if self.y is None or norms is None:
-            return self.y
-        along = (self.y * self.vectors.y).sum(dim=1, keepdim=True).div_(norms.square())
-        return self.y.addcmul_(self.vectors.y, along, value=-1)
+    def finished(self) -> tuple[Any, Any, Any]:
+        """Return the gradients of both sides, and the sum of all similarities times their gradients; None if unused."""
+        x, y, x_norms, y_norms = self.vectors
+        products = None
+        for gradient in (self.x, self.y):
+            if self.unit is not None and gradient is not None:
+                gradient.mul_(self.unit)
+        if self.needs_scale:
+            products = (self.x * x).sum()
+        if not self.needs_x:
+            self.x = None
+        elif x_norms is not None:
+            _to_tangent(self.x, x / x_norms)
+        if self.needs_y and y_norms is not None:
+            _to_tangent(self.y, y / y_norms)
+        return self.x, self.y, products
 
-    def of_scale(self, values: Tensor, grad: Tensor) -> Tensor | None:
-        """Return the gradient of the scale: through all similarities, less the derivative of 1 / scale."""
-        if not self.needs_scale:
-            return None
-        products = 0 if self.products is None else self.products / self.scale
-        finite = values.clamp(min=torch.finfo(values.dtype).min)
-        return products - (finite * grad).sum() / self.scale**2
+
+def _to_tangent(gradient: Tensor, units: Tensor) -> Tensor:
+    """Leave of a gradient the part that is orthogonal to unit vectors, in place."""
+    return gradient.addcmul_(units, (gradient * units).sum(dim=1, keepdim=True), value=-1)
+
+
+# The maximum
+
+
+def maxima(comparison: Comparison, *, normalize: bool, dtype: torch.dtype | None) -> Maxima:
+    """Return the similarities of the positive pairs, and the maximum similarity of each anchor's negatives.
+
+    No matrix is kept. If several negatives tie, only one receives a gradient. The result can be differentiated only
+    once. Arguments are those of :func:`soft_maxima`.
+    """
+    x, y = comparison.anchors, comparison.candidates
+    rows, columns = x.shape[0], comparison.anchor_columns
+    positive, of_rows, row_places = [], [], []
+    of_columns = _ColumnMaxima()
+    with torch.no_grad():
+        vectors = _Vectors.of(x, y, normalize, dtype)
+        units = vectors.units()
+        for rows_of_block, pairs in comparison.blocks():
+            if dtype is None:
+                products = units.x[rows_of_block] @ units.y.T
+            else:
+                products = vectors.similarities(rows_of_block, 1.0)
+            positive.append(comparison.take_out(products, rows_of_block, pairs))
+            values, places = products.max(dim=1)
+            of_rows.append(values)
+            row_places.append(places)
+            if columns > 0:
+                of_columns.add(products[:, :columns], rows_of_block.start)
+        # The pairs whose similarities are returned: the positive ones, and each anchor with its hardest negative.
+        numbers = torch.arange(max(rows, y.shape[0]), device=x.device)
+        pair_rows = [comparison.positives.rows, numbers[:rows]]
+        pair_columns = [comparison.positives.columns, *row_places]
+        similarities = [*positive, *of_rows]
+        if columns > 0:
+            pair_rows.append(of_columns.places)
+            pair_columns.append(numbers[:columns])
+            similarities.append(of_columns.values)
+        pairs = Pairs(torch.cat(pair_rows), torch.cat(pair_columns))
+    values = _PairSimilarities.apply(x, y, units, pairs, numbers, torch.cat(similarities))
+    first_anchor = comparison.positives.rows.shape[0]
+    return Maxima(values[:first_anchor], values[first_anchor:])
+
+
+class _ColumnMaxima:
+    """The maxima of the columns of a matrix that comes in blocks of rows, and the rows where they are."""
+
+    values: Any = None
+    places: Any = None
+
+    def add(self, block: Tensor, start: int) -> None:
+        values, places = block.T.contiguous().max(dim=1)  # twice as fast as max(dim=0)
+        if self.values is not None:
+            is_larger = ~(values <= self.values)  # NaN too
+            places = torch.where(is_larger, places + start, self.places)
+            values = torch.where(is_larger, values, self.values)
+        self.values, self.places = values, places
 
 
 class _PairSimilarities(torch.autograd.Function):
@@ -592,23 +659,23 @@ class _PairSimilarities(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         _, _, units, pairs, numbers, values = arguments
-        vectors_and_norms = [tensor for tensor in units if tensor is not None]
-        ctx.save_for_backward(pairs.rows, pairs.columns, numbers, *vectors_and_norms)
+        ctx.save_for_backward(pairs.rows, pairs.columns, numbers, *units)
         return values
 
     @staticmethod
     @_once
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
-        rows, columns, numbers, x_units, y_units, *norms = ctx.saved_tensors
-        x_norms, y_norms = norms or (None, None)
+        rows, columns, numbers, x_units, y_units, x_norms, y_norms = ctx.saved_tensors
         x_grad = y_grad = None
         if ctx.needs_input_grad[0]:
-            x_grad = _weighted_sums(numbers[: len(x_units)], rows, columns, y_units, grad)
-            _across(x_grad, x_units, x_norms)
+            x_grad = _weighted_sums(numbers[: x_units.shape[0]], rows, columns, y_units, grad)
+            if x_norms is not None:
+                _to_tangent(x_grad, x_units).div_(x_norms)
         if ctx.needs_input_grad[1]:
-            y_grad = _weighted_sums(numbers[: len(y_units)], columns, rows, x_units, grad)
-            _across(y_grad, y_units, y_norms)
+            y_grad = _weighted_sums(numbers[: y_units.shape[0]], columns, rows, x_units, grad)
+            if y_norms is not None:
+                _to_tangent(y_grad, y_units).div_(y_norms)
         return x_grad, y_grad, None, None, None, None
 
 
@@ -623,15 +690,3 @@ def _weighted_sums(items: Tensor, owners: Tensor, others: Tensor, vectors: Tenso
     owners, order = owners.sort(stable=True)
     starts = torch.searchsorted(owners, items)
     return embedding_bag(others[order], vectors, starts, mode="sum", per_sample_weights=weights[order])
-
-
-def _across(gradient: Tensor, units: Tensor, norms: Tensor | None) -> Tensor:
-    """Turn the gradient of unit vectors into that of the vectors, in place."""
-    if norms is None:
-        return gradient
-    return gradient.addcmul_(units, (gradient * units).sum(dim=1, keepdim=True), value=-1).div_(norms)
-
-
-def _norms(vectors: Tensor) -> Tensor:
-    """Return the norm of each vector, (N, 1); infinity for a zero vector, so that it and its gradient stay zero."""
-    return threshold(torch.linalg.vector_norm(vectors, dim=1, keepdim=True), LEAST_NORM, torch.inf)

@@ -7,10 +7,10 @@ from pytorch_metric_learning.distances import BaseDistance, CosineSimilarity
 from pytorch_metric_learning.miners import BaseMiner
 from torch import Tensor
 
-from vl_plugins.distances import check_widths
+from vl_plugins.distances import VECTOR_DISTANCES
 from vl_plugins.engine import label_pairs
 from vl_plugins.errors import number
-from vl_plugins.numerics import as_labels, fill_at, full_precision
+from vl_plugins.numerics import checked_rows, fill_at, full_precision_call
 
 __all__ = ["HardestNegativeMiner"]
 
@@ -54,21 +54,22 @@ class HardestNegativeMiner(BaseMiner):
         Raises:
             ValueError: embeddings of unequal widths, or labels that are missing, NaN, of another type or length.
         """
-        labels = as_labels("labels", labels, embeddings)
-        if ref_emb is not None:
-            check_widths(self.distance, embeddings, ref_emb)
-            if ref_labels is None:
-                raise ValueError("ref_labels must be given with ref_emb: a miner finds pairs by their labels")
-            ref_labels = as_labels("ref_labels", ref_labels, ref_emb)
-        triplets: tuple[Tensor, Tensor, Tensor] = super().forward(embeddings, labels, ref_emb, ref_labels)
+        if labels is None or (ref_emb is not None and ref_labels is None):
+            missing = "labels" if labels is None else "ref_labels"
+            raise ValueError(f"{missing} must be given with the embeddings: a miner finds pairs by their labels")
+        sides = {"embeddings": embeddings, "ref_emb": ref_emb, "labels": labels, "ref_labels": ref_labels}
+        rows = checked_rows(sides, isinstance(self.distance, VECTOR_DISTANCES))
+        triplets: tuple[Tensor, Tensor, Tensor] = super().forward(
+            rows["embeddings"], rows["labels"], rows["ref_emb"], rows["ref_labels"]
+        )
         return triplets
 
     def mine(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         anchors, positives, _ = label_pairs(labels, ref_labels)
-        with torch.autocast(embeddings.device.type, enabled=False):
-            distances = self.distance(*full_precision(embeddings, ref_emb))
+        with full_precision_call(embeddings=embeddings):
+            distances = self.distance(embeddings, ref_emb)
         hardness = distances if self.distance.is_inverted else -distances
         hardness = hardness.clone()
         fill_at(hardness, (anchors, positives), -torch.inf)

@@ -1,7 +1,12 @@
-"""Labels, ids and embeddings as the losses compute with them, and functions that ``torch.compile`` does not trace."""
+"""The arguments of a call as the losses compute with them: checked shapes, labels, ids, and full precision.
 
+Also functions that ``torch.compile`` does not trace.
+"""
+
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -10,38 +15,51 @@ from torch import Tensor, nn
 
 __all__ = [
     "NO_ID",
-    "as_ids",
-    "as_labels",
-    "as_ref_labels",
+    "captions_per_row",
     "check_loss",
     "check_not_negative",
-    "check_tensors",
+    "checked_rows",
     "eager",
     "fill_at",
     "full_precision",
-    "labels_of_one_set",
+    "full_precision_call",
+    "type_of_products",
+    "with_labels",
 ]
 
 NO_ID = -1
-UNSIGNED = getattr(torch, "uint64", None)  # torch 2.2 has none
+EMBEDDINGS = ("embeddings", "ref_emb", "negatives")
+LABELS = ("labels", "ref_labels")
+IDS = ("ref_ids", "matching_ids", "negative_ids")
+# Of A anchors, C candidates and N further negatives, of width D. With one set, the candidates are the anchors. Other
+# arguments have a number for each candidate.
+SHAPES = {
+    "embeddings": "AD",
+    "ref_emb": "CD",
+    "negatives": "ND",
+    "labels": "A",
+    "ref_labels": "C",
+    "ref_ids": "C",
+    "matching_ids": "AM",
+    "negative_ids": "N",
+    "copies": "A",
+}
 # Types that torch sorts and compares on every device.
 LABEL_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.float64, torch.float32)
+HALF = {torch.bfloat16, torch.float16}
+UNSIGNED = getattr(torch, "uint64", None)  # torch 2.2 has none
 
 # torch.compile traces either; torch 2.2 has only the second.
 _is_compiling = getattr(torch.compiler, "is_compiling", None) or torch._utils.is_compiling
 
 
-def check_tensors(**arguments: Any) -> None:
-    """Raise ``ValueError`` for an argument that is no tensor, such as an array of numpy."""
-    for name, value in arguments.items():
-        if not isinstance(value, Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
-
-
-def check_loss(loss: Any) -> None:
-    """Raise ``TypeError`` for something else than a loss, such as its name."""
-    if not isinstance(loss, nn.Module):
-        raise TypeError(f"loss must be a loss, got {loss!r}; create_loss makes one by its name")
+def _autocast_type(device: str) -> torch.dtype | None:
+    """Return the type of autocast on a device, None where it is off."""
+    if hasattr(torch, "get_autocast_dtype"):
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if device == "cpu":  # until torch 2.3
+        return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
+    return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
 
 
 def full_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -49,7 +67,55 @@ def full_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
     dtype = torch.float32
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
-    return tuple(tensor.to(dtype) for tensor in tensors)
+    converted = []
+    for tensor in tensors:
+        converted.append(tensor.to(dtype))
+    return tuple(converted)
+
+
+# Of the call that goes on: the half-precision type of its caller, and that of its products; None for full precision.
+_types: ContextVar[tuple[Any, Any] | None] = ContextVar("types", default=None)
+
+
+@contextlib.contextmanager
+def full_precision_call(products: str = "float32", **embeddings: Any) -> Iterator[torch.dtype | None]:
+    """Turn autocast off in a call of a loss, but for its matrix products.
+
+    With ``products="autocast"`` they have the type of the caller's autocast, or of the embeddings. A call within another
+    one has the caller of the outermost.
+
+    Yields:
+        bfloat16 or float16; None for the type of the embeddings, float32 at least.
+    """
+    dtypes = set()
+    for name, side in embeddings.items():
+        if side is None:
+            continue
+        if not isinstance(side, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(side).__name__}")
+        dtypes.add(side.dtype)
+        device = side.device.type
+    if outer := _types.get():
+        of_caller, _ = outer
+    else:
+        of_caller = _autocast_type(device)
+        if len(dtypes) == 1 and dtypes <= HALF:
+            of_caller = of_caller or dtypes.pop()
+        if of_caller not in HALF or torch.float64 in dtypes:
+            of_caller = None
+    dtype = of_caller if products == "autocast" else None
+    token = _types.set((of_caller, dtype))
+    try:
+        with torch.autocast(device, enabled=False):
+            yield dtype
+    finally:
+        _types.reset(token)
+
+
+def type_of_products() -> torch.dtype | None:
+    """Return the half-precision type of matrix products in the call that goes on; None for full precision."""
+    types = _types.get()
+    return None if types is None else types[1]
 
 
 def fill_at(matrix: Tensor, places: tuple[Tensor, ...], value: float) -> None:
@@ -60,38 +126,169 @@ def fill_at(matrix: Tensor, places: tuple[Tensor, ...], value: float) -> None:
     matrix.index_put_(places, matrix.new_full((), value))
 
 
-def as_labels(name: str, labels: Any, embeddings: Tensor) -> Tensor:
-    """Return labels as a tensor (B,) on the device of the embeddings.
+def checked_rows(arguments: Mapping[str, Any], compares_vectors: bool = True) -> dict[str, Any]:
+    """Return the arguments of a call that have rows as tensors, None for those that are not given.
+
+    Embeddings are in their common type, float32 at least. All others are on the device of the embeddings: labels in a
+    type that can be sorted, ids in int64. Where one set is compared, ``ref_emb`` and ``ref_labels`` become None.
 
     Args:
-        name: of the argument, for the message of an error.
-        labels: (B,), a tensor, a numpy array, or a list of numbers. Floating-point labels are checked for NaN, which
-            waits for their device; integers need no check.
-        embeddings: (B, ...).
+        arguments: by the names of :class:`~vl_plugins.losses.PairLoss`, embeddings first. Labels and numbers may be
+            lists or arrays. Floating-point labels are checked for NaN.
+        compares_vectors: False if embeddings may have any shape, such as sets.
 
     Raises:
-        ValueError: another type or length, or NaN, which is equal to no label.
+        ValueError: the argument that does not fit, with the shape that it should have.
     """
-    if not isinstance(labels, Tensor):
-        labels = _label_tensor(name, labels)
-    rows = len(embeddings)
-    if labels.shape != (rows,):
-        shape = len(labels) if labels.ndim == 1 else tuple(labels.shape)
-        advice = "; embeddings go to ref_emb=" if labels.ndim > 1 and labels.is_floating_point() else ""
-        raise ValueError(f"{name} must have the length {rows}, got {shape}{advice}")
-    if labels.is_floating_point() and labels.isnan().any():
-        raise ValueError(f"{name} must be numbers, got NaN")
-    if labels.dtype not in LABEL_TYPES:
-        labels = labels.double() if labels.is_floating_point() else labels.long()
-    return labels.to(embeddings.device)
+    rows = dict(arguments)
+    embeddings = rows["embeddings"]
+    if rows.get("ref_emb") is embeddings:
+        rows["ref_emb"] = None
+    sizes: dict[str, int] = {}
+    dtype = torch.float32
+    for name, value in rows.items():
+        if value is None:
+            continue
+        shape, letters = None, SHAPES.get(name, "C")
+        if name in EMBEDDINGS:
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+            dtype, shape = torch.promote_types(dtype, value.dtype), value.shape
+            if not compares_vectors:
+                shape, letters = shape[:1], letters[0]
+        else:
+            value = rows[name] = _as_tensor(name, value, embeddings)
+            shape = value.shape
+        if len(shape) != len(letters):
+            raise _wrong_shape(name, value, letters, sizes)
+        for letter, size in zip(letters, shape, strict=True):
+            if sizes.setdefault(letter, size) != size:
+                raise _wrong_shape(name, value, letters, sizes)
+        if name == "embeddings" and rows.get("ref_emb") is None:
+            sizes["C"] = sizes["A"]
+    for name in EMBEDDINGS:
+        if rows.get(name) is not None:
+            rows[name] = rows[name].to(dtype)
+    if rows.get("ref_labels") is not None:
+        _check_both_labels(rows)
+    return rows
 
 
-def as_ref_labels(labels: Any, embeddings: Tensor) -> Tensor:
-    """Return the labels of the second side as :func:`as_labels` does, but as a copy.
+def _wrong_shape(name: str, value: Tensor, letters: str, sizes: Mapping[str, int]) -> ValueError:
+    """Return the error for an argument of another shape, in numbers where other arguments say what they must be."""
+    shape = tuple(value.shape)
+    if name not in SHAPES:
+        expected = "one number" if name == "confidence" else "a number, or one"
+        return ValueError(f"{name} must be {expected} for each caption, ({sizes['C']},); got the shape {shape}")
+    if len(letters) == 1:
+        got = len(value) if value.ndim == 1 else shape
+        advice = "; embeddings go to ref_emb=" if value.is_floating_point() and value.ndim > 1 else ""
+        return ValueError(f"{name} must have the length {sizes[letters]}, got {got}{advice}")
+    if name in EMBEDDINGS and value.ndim == 2:
+        return ValueError(f"embeddings and {name} must have the same width, got {sizes['D']} and {shape[1]}")
+    advice = ""
+    if name in EMBEDDINGS and value.ndim == 3:
+        advice = "; .flatten(0, 1) makes rows of the captions of each image; sets need a distance of sets"
+    return ValueError(f"{name} must have the shape ({letters[0]}, {letters[1]}), got {shape}{advice}")
 
-    For pytorch-metric-learning, one object as ``labels`` and ``ref_labels`` means one set.
+
+def _as_tensor(name: str, value: Any, embeddings: Tensor) -> Tensor:
+    """Return labels, ids or numbers as a tensor on the device of the embeddings."""
+    kind = "integers"
+    if name not in LABELS and name not in IDS:
+        kind = "numbers"
+    expected = f"{name} must be a tensor, an array or a list of {kind}"
+    if name in IDS:
+        expected = f"{expected} that fit into int64, such as vl_plugins.data.content_ids(captions)"
+    if not isinstance(value, Tensor):
+        if not isinstance(value, (list, tuple)) and not hasattr(value, "__array__"):
+            raise ValueError(f"{expected}, got {type(value).__name__}")
+        if name == "matching_ids" and isinstance(value, (list, tuple)):
+            value = _filled_up(value)
+        if hasattr(value, "__array__"):
+            value = np.array(value)  # a copy, which may be written to
+        try:
+            value = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError) as error:  # such as strings, and integers beyond int64
+            raise ValueError(f"{expected}: {error}") from error
+        if value.numel() == 0:  # no numbers are floating-point ones
+            value = value.long()
+    if name in LABELS:
+        if value.is_floating_point() and value.isnan().any():
+            raise ValueError(f"{name} must be numbers, got NaN")
+        if value.dtype not in LABEL_TYPES:
+            value = value.double() if value.is_floating_point() else value.long()
+    elif name in IDS:
+        if value.is_floating_point() or value.is_complex() or value.dtype == UNSIGNED:
+            raise ValueError(f"{expected}, got {value.dtype}")
+        value = value.long()
+    elif name == "confidence":
+        check_not_negative(name, value)
+    return value.to(embeddings.device)
+
+
+def _filled_up(rows: Any) -> Any:
+    """Return lists of ids with one length, the shorter ones filled up with ``NO_ID``."""
+    lists, longest = [], 0
+    for row in rows:
+        if hasattr(row, "tolist"):  # arrays and tensors
+            row = row.tolist()
+        if not isinstance(row, (list, tuple)):
+            return rows
+        lists.append([*row])
+        longest = max(longest, len(row))
+    for row in lists:
+        row += [NO_ID] * (longest - len(row))
+    return np.array(lists, dtype=np.int64).reshape(len(lists), longest)
+
+
+def _check_both_labels(rows: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for ``ref_labels`` that say something else than the labels of one set.
+
+    For pytorch-metric-learning, one object with both names means one set. So two sets get two objects.
     """
-    return as_labels("ref_labels", labels, embeddings).clone()
+    labels, ref_labels = rows.get("labels"), rows["ref_labels"]
+    if rows.get("ref_emb") is not None:
+        if labels is ref_labels:
+            rows["ref_labels"] = ref_labels.clone()
+        return
+    if labels is None or not (labels is ref_labels or torch.equal(labels, ref_labels.to(labels.dtype))):
+        raise ValueError("ref_labels must be the labels, because ref_emb is the embeddings or missing")
+    rows["ref_labels"] = None
+
+
+def captions_per_row(rows: Mapping[str, Any]) -> int:
+    """Return how many rows of ``ref_emb`` belong to each row of the embeddings by position.
+
+    Raises:
+        ValueError: one set without labels, ``ref_labels`` without labels, or sides of which one is no multiple.
+    """
+    ref_emb = rows["ref_emb"]
+    if rows["labels"] is None and ref_emb is None:
+        raise ValueError("labels must be given with one set of embeddings")
+    if rows["labels"] is None and rows["ref_labels"] is not None:
+        raise ValueError("labels must be given with ref_labels")
+    if ref_emb is None:
+        return 1
+    anchors, candidates = rows["embeddings"].shape[0], ref_emb.shape[0]
+    captions = candidates // max(1, anchors)
+    if captions * anchors != candidates and rows["ref_labels"] is None:
+        raise ValueError(
+            "without ref_labels, rows k i to k i + k - 1 of ref_emb belong to row i of the embeddings: "
+            f"{candidates} is not a multiple of {anchors}"
+        )
+    return captions
+
+
+def with_labels(rows: dict[str, Any], first_label: int = 0) -> dict[str, Any]:
+    """Return the rows of a call with labels for both sides; those that are not given follow from the order."""
+    captions = captions_per_row(rows)
+    labels, ref_labels, ref_emb = rows["labels"], rows["ref_labels"], rows["ref_emb"]
+    if labels is None:
+        labels = torch.arange(len(rows["embeddings"]), device=rows["embeddings"].device) + first_label
+    if ref_emb is not None and ref_labels is None:
+        ref_labels = labels.repeat_interleave(captions, output_size=len(ref_emb))
+    return rows | {"labels": labels, "ref_labels": ref_labels}
 
 
 def check_not_negative(name: str, values: Tensor) -> None:
@@ -100,66 +297,10 @@ def check_not_negative(name: str, values: Tensor) -> None:
         raise ValueError(f"{name} must be >= 0, got {values.min().item():g}")
 
 
-def as_ids(name: str, ids: Any, embeddings: Tensor, dimensions: int = 1) -> Tensor | None:
-    """Return integer ids (N,), or (N, M), as a tensor on the device of the embeddings (N, ...); None stays None."""
-    if ids is None:
-        return None
-    expected = f"{name} must be integers that fit into int64"
-    if not isinstance(ids, Tensor):
-        if dimensions == 2 and isinstance(ids, (list, tuple)):
-            ids = _filled_up(ids)
-        try:
-            ids = torch.as_tensor(ids)
-        except (TypeError, ValueError, RuntimeError) as error:  # such as strings, and integers beyond int64
-            raise ValueError(f"{expected}, such as vl_plugins.data.content_ids(captions): {error}") from error
-        if dimensions == 2 and len(ids) == 0:  # lists for no rows
-            ids = ids.reshape(0, 0)
-    if ids.ndim != dimensions or len(ids) != len(embeddings):
-        shape = f"({len(embeddings)},)"
-        if dimensions == 2:
-            shape = f"({len(embeddings)}, M)"
-        raise ValueError(f"{name} must have the shape {shape}, got {tuple(ids.shape)}")
-    if ids.numel() > 0 and (ids.is_floating_point() or ids.is_complex() or ids.dtype == UNSIGNED):
-        advice = "; shift them right by 1" if ids.dtype == UNSIGNED else ""
-        raise ValueError(f"{expected}, got {ids.dtype}{advice}")
-    return ids.to(embeddings.device, torch.int64)
-
-
-def _filled_up(rows: Any) -> Any:
-    """Return lists of ids with one length, the shorter ones filled up with ``NO_ID``."""
-    rows = [row.tolist() if hasattr(row, "tolist") else row for row in rows]  # arrays and tensors
-    if not all(isinstance(row, (list, tuple)) for row in rows):
-        return rows
-    longest = max(map(len, rows), default=0)
-    return [[*row, *[NO_ID] * (longest - len(row))] for row in rows]
-
-
-def labels_of_one_set(labels: Any, ref_labels: Any, embeddings: Tensor) -> Tensor | None:
-    """Return the labels of embeddings that are both sides of a comparison, or None for none.
-
-    Raises:
-        ValueError: see :func:`as_labels`; or ``ref_labels`` are given and are not the labels.
-    """
-    if labels is not None:
-        labels = as_labels("labels", labels, embeddings)
-    if ref_labels is None:
-        return labels
-    ref_labels = as_labels("ref_labels", ref_labels, embeddings)
-    if labels is None or not (labels is ref_labels or torch.equal(labels, ref_labels.to(labels.dtype))):
-        raise ValueError("ref_labels must be the labels, because ref_emb is the embeddings or missing")
-    return labels
-
-
-def _label_tensor(name: str, labels: Any) -> Tensor:
-    expected = f"{name} must be a tensor, an array or a list of integers"
-    is_array = hasattr(labels, "__array__")
-    if not is_array and not isinstance(labels, (list, tuple)):
-        raise ValueError(f"{expected}, got {None if labels is None else type(labels).__name__}")
-    try:
-        tensor = torch.tensor(np.asarray(labels) if is_array else labels)
-        return tensor if tensor.numel() > 0 else tensor.long()  # no numbers are floating-point ones
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{expected}: {error}") from error
+def check_loss(loss: Any) -> None:
+    """Raise ``TypeError`` for something else than a loss, such as its name."""
+    if not isinstance(loss, nn.Module):
+        raise TypeError(f"loss must be a loss, got {loss!r}; create_loss makes one by its name")
 
 
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:

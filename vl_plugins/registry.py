@@ -30,6 +30,7 @@ __all__ = [
     "names",
     "options_of",
     "scale_advice",
+    "wrong_option",
 ]
 
 GROUP = "vl_plugins.losses"
@@ -125,7 +126,7 @@ def _create(kind: str, specification: Any, options: dict[str, Any], imports: boo
         }
         return _constructed(factory, options | components)
     except (AssertionError, TypeError) as error:  # how pytorch-metric-learning rejects most arguments
-        reason = _reason(kind, options, known) or str(error) or type(error).__name__
+        reason = wrong_option(factory, options, known, kind) or str(error) or type(error).__name__
         raise UserError(f"{kind} {name!r}: {reason}") from error
 
 
@@ -138,15 +139,29 @@ def _constructed(factory: Any, options: dict[str, Any]) -> Any:
     return factory.warmed_up(steps, **own) if steps else factory(**own)
 
 
-def _reason(kind: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> str:
-    """Return what is wrong with the first option that a class does not have; empty if it has them all."""
+def wrong_option(factory: Any, options: Mapping[str, Any], known: Any, kind: str = "loss") -> str | None:
+    """Return what is wrong with the first option that a class does not have; None if it has them all.
+
+    Args:
+        factory: the class whose options are checked.
+        options: that are given.
+        known: the options for the message, or a class that has them.
+        kind: of the component.
+    """
+    own = options_of(factory)
+    if inspect.isclass(known):
+        known = options_of(known)
     for option, value in options.items():
-        if option not in known:
-            advice = scale_advice(option, value, known) if kind == "loss" else None
-            if kind == "loss" and option == "warmup_steps":
-                advice = "it has no warmup_steps, as triplet_hn and goal have; Warmup(first, then, steps) takes any two"
-            return advice or str(unknown_name("option", option, known))
-    return ""
+        if option in own:
+            continue
+        if kind == "loss" and option == "warmup_steps":
+            return (
+                "it has no warmup_steps: Warmup(first, then, steps), or create_loss(..., warmup_steps=...) of triplet_hn "
+                "and goal, begins with another loss"
+            )
+        advice = scale_advice(option, value, known) if kind == "loss" else None
+        return advice or str(unknown_name("option", option, known))
+    return None
 
 
 def scale_advice(option: str, value: Any, options: Mapping[str, Any]) -> str | None:

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from vl_plugins.distances import SetDistance, UnitElements
-from vl_plugins.engine import LEAST_NORM, block_rows
+from vl_plugins.engine import LEAST_NORM, block_rows, product
 from vl_plugins.errors import number
 from vl_plugins.numerics import full_precision
 
@@ -67,7 +67,9 @@ class JoinedSets:
         pairs = (self.present[:, :, None] & self.present[:, None]).triu(1)
         count = pairs.sum(dim=(1, 2))
         with torch.autocast(self.units.device.type, enabled=False):
-            kernels = (2 * scale * (self.units @ self.units.mT - 1)).exp()  # unit vectors: ||x - x'||^2 = 2 - 2 cos
+            kernels = (
+                2 * scale * (product(self.units, self.units) - 1)
+            ).exp()  # unit vectors: ||x - x'||^2 = 2 - 2 cos
             # Not masked: 0 times NaN is NaN.
             return ((kernels * pairs).sum(dim=(1, 2)) / count.clamp(min=1)) @ self._shares(count > 0)
 
@@ -85,7 +87,7 @@ def _kernel_sum(
     The ones cancel in the discrepancy, and would drown what is left.
     """
     sums = x_squared[:, None] + y_squared
-    distances = sums.sub(x @ y.T, alpha=2)
+    distances = sums.sub(product(x, y), alpha=2)
     coincide = distances <= ROUNDING * torch.finfo(x.dtype).eps * sums
     # The derivatives of a root are infinite at 0.
     distances = distances.masked_fill(coincide, 1).sqrt().masked_fill(coincide, 0)
@@ -223,6 +225,6 @@ class UniformityRegularizer(SetRegularizer):
         pairs = (items[:, None] != items) & present[:, None] & present
         count = pairs.sum()
         with torch.autocast(units.device.type, enabled=False):
-            exponents = 2 * self.t * (units @ units.T - 1)
+            exponents = 2 * self.t * (product(units, units) - 1)
             total = exponents.masked_fill(~pairs, torch.finfo(units.dtype).min).flatten().logsumexp(dim=0)
         return torch.where(count > 0, total - count.clamp(min=1).to(total).log(), 0) + 0 * units.sum()

@@ -190,7 +190,7 @@ def test_what_is_not_finite_is_never_hidden(name, options):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_computed_in_float32_and_rounded_once(name, options, dtype, device):
     tolerance = {"rtol": 0, "atol": 0} if device == "cpu" else {}
-    call, loss = moved(call_with(2, dtype), device), make_loss(name, **options).to(device)
+    call, loss = moved(call_with(2, dtype), device), make_loss(name, products="float32", **options).to(device)
     single = moved(call, device, torch.float32)
     value = loss(**single)
     gradients = [gradient.to(dtype) for gradient in torch.autograd.grad(value, leaves_of(single))]

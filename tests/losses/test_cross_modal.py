@@ -9,7 +9,6 @@ from pytorch_metric_learning.utils import distributed
 
 from vl_plugins import create_loss
 from vl_plugins.distances import SmoothChamferSimilarity
-from vl_plugins.distributed import DistributedLoss
 from vl_plugins.losses import Warmup
 from vl_plugins.losses.cross_modal import CrossModalLoss
 from vl_plugins.miners import HardestNegativeMiner
@@ -233,11 +232,7 @@ def test_known_positives_of_a_miner_that_leaves_out_positives():
     assert loss(images, None, triplet, texts, ref_ids=ids) > 0  # nothing says that the caption is the image's
 
 
-def test_losses_that_gather_and_reducers_that_do_not_reduce(sides):
-    message = r"would gather by itself: give CrossModalLoss a loss without gather_across_devices, and wrap both"
-    for loss in (DistributedLoss(NTXentLoss()), create_loss("smooth_chamfer", gather_across_devices=True)):
-        with pytest.raises(ValueError, match=message):
-            CrossModalLoss(loss)
+def test_reducers_that_do_not_reduce(sides):
     with pytest.raises(ValueError, match="DoNothingReducer gives no number that could be added up: symmetric=False"):
         compare(NTXentLoss(reducer=DoNothingReducer()), *sides)
 

@@ -57,7 +57,7 @@ def test_triplet_hn_of_its_triplets_is_triplet_hn_by_labels(dtype):
     generator = seeded(0)
     images, texts = (torch.randn(64, 8, generator=generator).to(dtype) for _ in range(2))
     labels = torch.arange(64)
-    loss = TripletHNLoss(symmetric=False, reducer=DoNothingReducer())
+    loss = TripletHNLoss(symmetric=False, products="float32", reducer=DoNothingReducer())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         given = loss(images, labels, HardestNegativeMiner()(images, labels, texts, labels), texts, labels)
         by_labels = loss(images, labels, ref_emb=texts, ref_labels=labels)

@@ -97,7 +97,7 @@ def test_widths_of_the_wrappers():
 
 @pytest.mark.parametrize("name", ["unified", "triplet_sh", "goal"])
 def test_sets_without_a_distance_of_sets(name):
-    with pytest.raises(ValueError, match=r"embeddings must be \(B, D\) for CosineSimilarity, got \(3, 2, 4\)"):
+    with pytest.raises(ValueError, match=r"embeddings must have the shape \(A, D\), got \(3, 2, 4\)"):
         create_loss(name)(torch.ones(3, 2, 4), LABELS)
 
 
@@ -208,7 +208,7 @@ def test_a_scale_on_a_gpu(name):
 def test_ids_that_do_not_fit():
     if hasattr(torch, "uint64"):
         ids = np.array([2**63 + 1] * 3, np.uint64)
-        with pytest.raises(ValueError, match=r"ref_ids must .* int64, got torch\.uint64; shift them right by 1"):
+        with pytest.raises(ValueError, match=r"ref_ids must .* int64, .*, got torch\.uint64"):
             create_loss("unified")(**call_of(ref_ids=ids))
     nothing = create_loss("unified")(torch.ones(0, 4), ref_emb=torch.ones(0, 4), ref_ids=[])
     assert nothing == 0
@@ -219,15 +219,15 @@ EYE = torch.eye(3).bool()
 WRONG = {
     "one confidence for all": (
         lambda: create_loss("unified")(**call_of(confidence=0.5)),
-        r"confidence must be one number for each caption, \(3,\); got the shape \(\)",
+        "confidence must be a tensor, an array or a list of numbers, got float",
     ),
     "words as ids": (
         lambda: create_loss("unified")(**call_of(ref_ids=["a cat", "a dog", "a cow"])),
-        "ref_ids must be integers that fit into int64, such as vl_plugins",
+        "ref_ids must be a tensor, an array or a list of integers that fit into int64, such as vl_plugins",
     ),
     "ids beyond int64": (
         lambda: create_loss("unified")(**call_of(ref_ids=[2**63 + 5] * 3)),
-        "ref_ids must be integers that fit into int64, such as vl_plugins",
+        "ref_ids must be a tensor, an array or a list of integers that fit into int64, such as vl_plugins",
     ),
     "a confidence below 0": (
         lambda: create_loss("unified")(**call_of(confidence=[0.5, -1.0, 1.0])),
@@ -235,7 +235,7 @@ WRONG = {
     ),
     "words as confidence": (
         lambda: create_loss("unified")(**call_of(confidence=["a", "b", "c"])),
-        "confidence must be numbers: ",
+        "confidence must be a tensor, an array or a list of numbers: ",
     ),
     "a margin below 0": (
         lambda: create_loss("unified")(**call_of(margin=torch.tensor([0.2, -0.5, 0.1]))),
@@ -243,7 +243,7 @@ WRONG = {
     ),
     "negatives of each image": (
         lambda: create_loss("unified")(**call_of(negatives=torch.ones(3, 2, 4))),
-        r"negatives must be \(N, 4\), got \(3, 2, 4\); those of each row become those of all by negatives\.flatten",
+        r"negatives must have the shape \(N, D\), got \(3, 2, 4\); \.flatten\(0, 1\) makes rows",
     ),
     "embeddings as labels": (
         lambda: create_loss("unified")(torch.ones(3, 4), torch.ones(3, 4)),
@@ -330,10 +330,6 @@ WRONG = {
         lambda: UnifiedLoss(gather_across_devices="true"),
         "gather_across_devices must be True, False or a ProcessGroup, got 'true'",
     ),
-    "statistics that are not recorded": (
-        lambda: UnifiedLoss().mean_positive,
-        "UnifiedLoss records mean_positive only with collect_stats=True",
-    ),
     "a warm-up of names": (
         lambda: Warmup("triplet_sh", "triplet_hn", 5),
         "Warmup takes two losses, got 'triplet_sh'; create_loss makes one by its name",
@@ -354,7 +350,7 @@ WRONG = {
     ),
     "labels of the captions only": (
         lambda: CrossModalLoss(NTXentLoss())(**call_of(labels=None)),
-        "labels must be given with one set of embeddings, and with ref_labels",
+        "labels must be given with ref_labels",
     ),
     "a name for the loss of a queue": (lambda: CrossBatchMemory("unified", 3), "loss must be a loss, got 'unified'"),
     "a name for a loss of processes": (lambda: DistributedLoss("unified"), "loss must be a loss, got 'unified'"),
@@ -362,10 +358,6 @@ WRONG = {
     "a queue that gathers": (
         lambda: setattr(CrossBatchMemory(UnifiedLoss(), 3), "gather_across_devices", True),
         "the queue of CrossBatchMemory is that of one process: it cannot gather",
-    ),
-    "both directions that gather": (
-        lambda: setattr(CrossModalLoss(UnifiedLoss()), "gather_across_devices", True),
-        r"CrossModalLoss gathers in a wrapper: DistributedLoss\(CrossModalLoss\(loss, miner\)\)",
     ),
     "a margin of sets": (
         lambda: setattr(create_loss("smooth_chamfer"), "margin", 0.3),
@@ -393,7 +385,7 @@ WRONG = {
     ),
     "captions of each image as one tensor": (
         lambda: UnifiedLoss()(torch.eye(3), ref_emb=torch.ones(3, 5, 3)),
-        r"ref_emb must be \(B, D\) .* got \(3, 5, 3\); .flatten\(0, 1\) makes rows of the captions of each image",
+        r"ref_emb must have the shape \(C, D\), got \(3, 5, 3\); .flatten\(0, 1\) makes rows of the captions",
     ),
     "anchors for a reducer of a square": (
         lambda: UnifiedLoss(reducer=PerAnchorReducer())(torch.eye(3), ref_emb=torch.ones(6, 3)),
@@ -413,19 +405,7 @@ WRONG = {
     ),
     "labels of one side for a miner": (
         lambda: HardestNegativeMiner()(torch.eye(3), LABELS, torch.eye(3)),
-        "ref_labels must be given with ref_emb: a miner finds pairs by their labels",
-    ),
-    "a miner for a loss that gathers": (
-        lambda: CrossModalLoss(UnifiedLoss(gather_across_devices=True), HardestNegativeMiner()),
-        r"UnifiedLoss would gather by itself: give CrossModalLoss a loss without gather_across_devices, and wrap both",
-    ),
-    "vectors below sets": (
-        lambda: create_loss("smooth_chamfer")(**SETS, labels=LABELS, negatives=torch.ones(2, 4)),
-        r"negatives must be \(N, K, D\), as the candidates, got \(2, 4\)",
-    ),
-    "packed sets of another size": (
-        lambda: create_loss("smooth_chamfer", set_size=2)(**call_of(), negatives=torch.ones(2, 6)),
-        r"negatives must be \(N, 4\), got \(2, 6\)",
+        "ref_labels must be given with the embeddings: a miner finds pairs by their labels",
     ),
     "copies by place": (
         lambda: create_loss("unified")(**call_of(labels=None, ref_labels=None, copies=LABELS)),
@@ -437,7 +417,7 @@ WRONG = {
     ),
     "masks of numpy": (
         lambda: create_loss("unified").from_similarities(torch.eye(3), EYE.numpy(), ~EYE.numpy()),
-        "positive_mask must be a tensor, got ndarray",
+        r"positive_mask must be torch\.bool \(3, 3\), got bool",
     ),
     "a matrix without embeddings": (
         lambda: create_loss("unified", embedding_regularizer="LpRegularizer").from_similarities(
@@ -447,7 +427,7 @@ WRONG = {
     ),
     "a mask of numpy for a queue": (
         lambda: CrossBatchMemory(UnifiedLoss(), 4)(torch.ones(3, 4), LABELS, enqueue_mask=np.ones(3, bool)),
-        "enqueue_mask must be a tensor, got ndarray",
+        r"enqueue_mask must be torch\.bool \(3,\), got bool",
     ),
     "embeddings of numpy for a queue": (
         lambda: CrossBatchMemory(UnifiedLoss(), 4)(np.ones((3, 4)), LABELS),

@@ -55,6 +55,17 @@ def siglip(row, positive, negatives, positives, scale, bias):
     return of_positive + of_negatives / len(positives)
 
 
+def share_of_unpaired(pair_loss, similarities, positives, negatives, options):
+    """What each pair gets of the rows without a positive: in the sigmoid loss, each of their negatives counts once."""
+    total = similarities.new_zeros(())
+    if pair_loss is siglip:
+        paired = {r for r, _ in positives}
+        for r, n in sorted(negatives):
+            if r not in paired:
+                total = total + torch.log1p(torch.exp(options["scale"] * similarities[r, n] + options["bias"]))
+    return total / max(1, len(positives))
+
+
 def triplet(row, positive, negative, margin):
     """[margin - s(a, p) + s(a, n)]_+"""
     return (margin - row[positive] + row[negative]).relu()
@@ -65,11 +76,13 @@ def pair_losses(pair_loss, similarities, positives, negatives, *, symmetric, **o
 
     A loss with a parameter ``positives`` gets those of its anchor.
     """
-    values = {}
+    values, turned = {}, [{(c, r) for r, c in pairs} for pairs in (positives, negatives)]
+    share = share_of_unpaired(pair_loss, similarities, positives, negatives, options)
+    if symmetric:
+        share = share + share_of_unpaired(pair_loss, similarities.T, *turned, options)
     for i, p in sorted(positives):
-        values[i, p] = value_of_pair(pair_loss, similarities, positives, negatives, i, p, options)
+        values[i, p] = value_of_pair(pair_loss, similarities, positives, negatives, i, p, options) + share
         if symmetric:
-            turned = [{(c, r) for r, c in pairs} for pairs in (positives, negatives)]
             values[i, p] = values[i, p] + value_of_pair(pair_loss, similarities.T, *turned, p, i, options)
     return values
 

@@ -17,6 +17,8 @@ LABELS = torch.tensor([0, 1, 2, 0])
 
 
 def loss_of(**options):
+    if "base" not in options:
+        options["products"] = "float32"
     loss = create_loss("smooth_chamfer", mmd_weight=0.3, diversity_weight=0.2, **options)
     return lambda x, y: loss(
         x, LABELS[: len(x)].to(x.device), ref_emb=y, ref_labels=LABELS.flip(0)[: len(y)].to(x.device)

@@ -3,7 +3,7 @@
 from vl_plugins.losses.base import PairLoss
 from vl_plugins.losses.cross_modal import CrossModalLoss
 from vl_plugins.losses.goal import GOALLoss
-from vl_plugins.losses.paths import hardest, soft_maximum
+from vl_plugins.losses.matrix import hardest, soft_maximum
 from vl_plugins.losses.scaled import ScaledLoss
 from vl_plugins.losses.siglip import SigLIPLoss
 from vl_plugins.losses.smooth_chamfer import SmoothChamferLoss

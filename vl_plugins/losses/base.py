@@ -1,40 +1,42 @@
 """A loss of positive pairs and their negatives as a pytorch-metric-learning loss."""
 
 import inspect
-from collections.abc import Callable
+import math
+from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
 from pytorch_metric_learning.distances import BaseDistance, CosineSimilarity, DotProductSimilarity
 from pytorch_metric_learning.losses import BaseMetricLossFunction
-from pytorch_metric_learning.reducers import ClassWeightedReducer, MeanReducer
+from pytorch_metric_learning.reducers import MeanReducer
 from torch import Tensor, nn
 
-from vl_plugins.distributed import GathersAcrossDevices, learned_numbers
-from vl_plugins.engine import Pairs
-from vl_plugins.errors import number, unknown_name, warn_of_input
-from vl_plugins.losses.batch import Batch, ContentIds, Direction, as_number, by_pair, is_one_of_each, number_of_each
-from vl_plugins.losses.paths import (
+from vl_plugins import engine
+from vl_plugins.distances import VECTOR_DISTANCES
+from vl_plugins.distributed import GathersAcrossDevices, Processes, learned_numbers
+from vl_plugins.engine import Comparison, Pairs
+from vl_plugins.errors import number, one_of, unknown_name, warn_of_input
+from vl_plugins.losses.batch import Batch, numbers_of_pairs
+from vl_plugins.losses.matrix import (
     PairLosses,
-    check_losses,
+    check_result,
     hardest,
-    losses_of_direction,
+    losses_of_blocks,
     losses_of_hooks,
     losses_of_indices,
-    losses_of_masks,
+    losses_of_matrix,
+    matrix_of,
     soft_maximum,
 )
-from vl_plugins.losses.reduction import reduced
+from vl_plugins.losses.reduction import reduced, share_of_mean
 from vl_plugins.losses.statistics import STATISTICS, forget_statistics, record_statistics
-from vl_plugins.numerics import check_tensors, eager, full_precision
-from vl_plugins.registry import options_of, scale_advice
+from vl_plugins.numerics import checked_rows, eager, full_precision, full_precision_call
+from vl_plugins.registry import scale_advice, wrong_option
 
 __all__ = ["PairLoss"]
 
 CONFIDENCE = "confidence"
-# What a loss may override, and the number of its arguments before the numbers.
-HOOKS = {"of_negatives": 2, "of_pairs": 2, "matrix_losses": 3, "triplet_losses": 4}
 
 
 class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
@@ -67,11 +69,11 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
       compares each triplet with its own negative; any other loss treats triplets as pairs.
     - ``loss.from_similarities(similarities, positive_mask, negative_mask)``, for a model that compares pairs itself.
 
-    The reducer receives one value per positive pair (``"pos_pair"``) or triplet. Everything is computed in float32 at
-    least, also under autocast. Without positive pairs or negatives the loss is 0, with a warning if the labels are the
-    reason. NaN or infinity in any embedding gives NaN, whatever the reducer. Where embeddings are compared in blocks,
-    there are no second derivatives: with :func:`hardest` or :func:`soft_maximum`, by labels, with cosine or dot
-    product.
+    The reducer receives one value per positive pair (``"pos_pair"``) or triplet. All is computed in float32 at least,
+    also under autocast, but for matrix products, see ``products``. Without positive pairs or negatives the loss is 0,
+    with a warning if the labels are the reason. NaN or infinity in any embedding gives NaN, whatever the reducer. Where
+    embeddings are compared in blocks, there are no second derivatives: with :func:`hardest` or :func:`soft_maximum`, by
+    labels, with cosine or dot product.
 
     Args:
         symmetric: add text to image where two sets are compared by labels or positions; otherwise image to text only.
@@ -79,7 +81,14 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
         gather_across_devices: True, or a ``ProcessGroup``: each process calls the loss with its own rows, and compares
             them with the rows of all processes. Each process returns its share; the mean over the processes is the loss
             of one process with all rows, and DistributedDataParallel takes the same mean of the gradients. If its own
-            rows are not enough, as with a different reducer, each process computes the loss over all rows.
+            rows are not enough, as with a different reducer, each process computes the loss over all rows. Within
+            another loss that gathers, it does not gather again.
+        global_labels: labels mean the same in all processes, also where they are 0 to B - 1 in each, which is
+            otherwise an error, because it makes unrelated rows positives.
+        products: ``"autocast"`` multiplies embeddings in the type of the caller's autocast, or in their own if that is
+            bfloat16 or float16, and adds up in float32: similarities are those of the rounded embeddings, and gradients
+            are rounded to the three digits of that type. ``"float32"`` multiplies in float32 at least. It makes no
+            difference without autocast, for embeddings in float32.
         known_positives: False ignores ``ref_ids``, ``matching_ids`` and ``negative_ids`` of a call, for a comparison
             with training without them.
         kwargs: ``distance`` (default ``CosineSimilarity()``), ``reducer`` (default ``MeanReducer()``),
@@ -89,6 +98,7 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
     """
 
     _has_warned = False  # of a batch without pairs
+    learns_scale = False
 
     of_negatives: Any = hardest
     """:func:`hardest`, :func:`soft_maximum`, or a method ``(self, similarities, negative_mask, **numbers)``.
@@ -110,51 +120,66 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
         symmetric: bool = True,
         tiled: bool | None = None,
         gather_across_devices: Any = False,
+        global_labels: bool = False,
+        products: str = "autocast",
         known_positives: bool = True,
         **kwargs: Any,
     ):
-        switches = {"symmetric": symmetric, "tiled": tiled, "known_positives": known_positives}
+        switches = {"symmetric": symmetric, "known_positives": known_positives, "global_labels": global_labels}
         _check_options(type(self), kwargs, switches)
         if type(self).of_pairs is PairLoss.of_pairs and not self.has_matrix_losses:
-            raise TypeError(f"{type(self).__name__} defines neither of_pairs nor matrix_losses")
+            raise TypeError(
+                f"{type(self).__name__} defines neither of_pairs nor matrix_losses; for a loss of version 0.3 see "
+                "'From 0.3 to 0.4'"
+            )
         super().__init__(**kwargs)
         self.symmetric, self.tiled, self.known_positives = symmetric, tiled, known_positives
-        self.gather_across_devices = gather_across_devices
+        self.products = one_of("products", products, ("autocast", "float32"))
+        self.processes = Processes(gather_across_devices, global_labels)
         self.add_to_recordable_attributes(list_of_names=list(STATISTICS), is_stat=True)
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        _check_hooks(cls)
-        if _is_overridden_after(cls, "matrix_losses", "has_matrix_losses"):
-            cls.has_matrix_losses = True
-        if _is_overridden_after(cls, "matrix_losses", "by_row"):
-            cls.by_row = False  # slow, but never wrong
+        # Of a class, or a mixin, that overrides matrix_losses and says nothing else: slow, but never wrong.
+        for name, value in (("has_matrix_losses", True), ("by_row", False)):
+            for owner in cls.__mro__:
+                if name in vars(owner):
+                    break
+                if "matrix_losses" in vars(owner):
+                    setattr(cls, name, value)
+                    break
+        cls.takes_pairs = "pairs" in inspect.signature(cls.matrix_losses).parameters
+        if cls.of_negatives is soft_maximum and "scale" not in cls.numbers:
+            raise TypeError(
+                f"{cls.__name__}: of_negatives = soft_maximum needs a scale; derive the class from ScaledLoss, whose "
+                "numbers begin with it"
+            )
+        is_never_called = cls.has_matrix_losses is True and "of_pairs" in vars(cls) and "matrix_losses" not in vars(cls)
+        if is_never_called and super(cls, cls).of_pairs is PairLoss.of_pairs:
+            raise TypeError(
+                f"{cls.__name__}: of_pairs is never called, because a class above it defines matrix_losses: override "
+                "that, or derive the class from PairLoss"
+            )
 
     def __setattr__(self, name: str, value: Any) -> None:
         kind = type(self).__name__
         if name == "of_negatives":
             raise AttributeError(f"of_negatives belongs to the class: write it into the body of {kind}")
-        is_list = isinstance(value, (list, tuple, np.ndarray)) and np.ndim(value) > 0
-        if name == "margin" and (is_list or (is_one_of_each(value) and value.numel() > 1)):
+        if name == "margin" and math.prod(np.shape(value)) > 1:
             advice = "UnifiedLoss takes one for each caption"
             if name in self.numbers:
                 advice = "one for each caption belongs to the call"
             raise ValueError(f"margin of {kind} must be one number; {advice}: loss(..., margin=values), (C,)")
         super().__setattr__(name, value)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in STATISTICS:
-            raise AttributeError(f"{type(self).__name__} records {name} only with collect_stats=True")
-        return super().__getattr__(name)
-
     def extra_repr(self) -> str:
-        parts = []
+        shown = []
         for name in getattr(self, "_record_these", ()):
             value = getattr(self, name)
             if isinstance(value, Tensor):
                 value = float(f"{value.item():.6g}")
-            parts.append(f"{name}={value}")
-        return ", ".join(parts)
+            shown.append(f"{name}={value}")
+        return ", ".join(shown)
 
     # What a loss overrides. An override lists its numbers by name; `*_` keeps type checkers from objecting.
 
@@ -180,7 +205,8 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
         Args:
             similarities: (A, C), larger is closer; the transposed matrix for the other direction.
             positive_mask, negative_mask: (A, C), bool.
-            numbers: see :meth:`of_pairs`.
+            numbers: see :meth:`of_pairs`. An override with an argument ``pairs`` also gets the rows and columns of the
+                positive pairs, (M,) each, so that it needs no ``nonzero``, for which a GPU makes the host wait.
         """
         return losses_of_hooks(self, similarities, negative_mask, Pairs.of_mask(positive_mask), numbers)
 
@@ -200,6 +226,12 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
 
     A class that overrides :meth:`matrix_losses` has False, unless it says otherwise."""
 
+    counts_unpaired_rows = False
+    """True if :meth:`matrix_losses` returns two things: the losses of the pairs, and a sum, (), that rows without a
+    positive pair add to the losses of all pairs. It is shared by all of them."""
+
+    takes_pairs = False
+
     @property
     def needs_matrix(self) -> bool:
         """True if a hook of the loss's own reads a matrix of similarities, whole or in blocks of rows."""
@@ -216,6 +248,18 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
         has_formula = type(self).of_pairs is not PairLoss.of_pairs
         return has_formula and type(self).of_negatives is hardest
 
+    @property
+    def compares_own_rows(self) -> bool:
+        """True if several processes need to compare their own rows only, with those of all."""
+        is_mean = type(self.reducer) is MeanReducer and self.embedding_regularizer is None
+        return is_mean and self.by_row and self.is_plain()
+
+    def is_plain(self) -> bool:
+        """Return True if the distance is a cosine similarity or a dot product, and nothing else."""
+        distance = self.distance  # a subclass may compute something else
+        is_plain = type(distance) in (CosineSimilarity, DotProductSimilarity) and not distance.collect_stats
+        return is_plain and distance.p == 2 and distance.power == 1
+
     def check_number(self, name: str, value: Any) -> Any:
         """Return a number of the call as the hooks receive it; raise ``ValueError`` if it is out of its range."""
         if not isinstance(value, Tensor):
@@ -224,7 +268,7 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
             raise ValueError(f"scale must be one number for a soft maximum, got the shape {tuple(value.shape)}")
         return value
 
-    # What is called
+    # What is called: checks, gather, comparisons, losses, reduction.
 
     @eager
     def forward(
@@ -236,7 +280,7 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
         ref_labels: Any = None,
         *,
         symmetric: bool | None = None,
-        confidence: Tensor | None = None,
+        confidence: Any = None,
         negatives: Tensor | None = None,
         ref_ids: Any = None,
         matching_ids: Any = None,
@@ -273,29 +317,145 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
             ValueError: embeddings of unequal widths; labels that are missing, NaN, of another type or length; a number
                 that the loss does not take, or out of its range; or ``tiled=True`` where all similarities are needed.
         """
-        check_tensors(embeddings=embeddings)
-        is_mined = self._is_mined(indices_tuple, labels)
-        if symmetric is None:
-            symmetric = self.symmetric and not is_mined
-        scalars, caption_numbers = self._numbers_of_call(numbers, ARGUMENTS, confidence)
-        ids = ContentIds(ref_ids, matching_ids, negative_ids) if self.known_positives else ContentIds()
-        with torch.autocast(embeddings.device.type, enabled=False):
+        is_mined = indices_tuple is not None
+        if is_mined:
+            _check_indices_tuple(indices_tuple)
+        if not self.known_positives:
+            ref_ids = matching_ids = negative_ids = None
+        arguments = {"embeddings": embeddings, "ref_emb": ref_emb, "labels": labels, "ref_labels": ref_labels}
+        arguments |= {"ref_ids": ref_ids, "matching_ids": matching_ids, "negative_ids": negative_ids}
+        arguments |= {"negatives": negatives, "copies": copies}
+        numbers, caption_numbers = self._numbers_of_call(numbers)
+        if confidence is not None:
+            caption_numbers[CONFIDENCE] = confidence
+        with full_precision_call(self.products, embeddings=embeddings, ref_emb=ref_emb) as dtype:
             batch = Batch.of(
-                embeddings,
-                labels,
-                ref_emb,
-                ref_labels,
-                distance=self.distance,
-                both=symmetric,
+                arguments,
+                caption_numbers,
+                compares_vectors=isinstance(self.distance, VECTOR_DISTANCES),
                 is_mined=is_mined,
-                negatives=negatives,
-                ids=ids,
-                copies=copies,
-                numbers=caption_numbers,
             )
-            batch = self._gathered(batch, copies, is_mined)
-            losses = self._losses_of_batch(batch, indices_tuple, scalars)
-            return reduced(self, losses, batch, batch.inputs(), scalars)
+            both = self.symmetric and not is_mined if symmetric is None else bool(symmetric)
+            both = both and not batch.one_set
+            everything = batch
+            if not self.processes.is_alone:
+                batch, everything = self._gathered(batch, both, is_mined, numbers)
+            if is_mined:
+                return self._of_indices(batch, indices_tuple, both, numbers, dtype)
+            return self._of_comparisons(batch, everything, both, numbers, dtype)
+
+    def _gathered(self, batch: Batch, both: bool, is_mined: bool, numbers: dict[str, Any]) -> tuple[Batch, Batch]:
+        """Return the rows and columns that this process compares as anchors, and those of all processes."""
+        if self.processes.size == 1:
+            return batch, batch
+        if batch.copies is not None and not batch.one_set:
+            raise ValueError("copies are places of one process: create the loss without gather_across_devices")
+        # In words, so that an error can list them: a warm-up may have ended in one process only.
+        settings = type(self).__name__, f"symmetric={both}", "indices_tuple" if is_mined else "no indices_tuple"
+        equal = learned_numbers(self) | numbers
+        everything = batch.gathered(self.processes, (*self.numbers, CONFIDENCE), equal, settings)
+        if is_mined:
+            raise ValueError("indices_tuple would be of this process only: give a DistributedLoss the miner")
+        if self.compares_own_rows and not batch.one_set:
+            return batch, everything
+        return everything, everything
+
+    def _of_indices(
+        self, batch: Batch, indices_tuple: Any, both: bool, numbers: dict[str, Any], dtype: torch.dtype | None
+    ) -> Any:
+        """Return the reduced loss of a miner's choice."""
+        forget_statistics(self)
+        confidence = batch.numbers.pop(CONFIDENCE, None)
+        pairs = losses_of_indices(self, batch, indices_tuple, both, numbers, dtype)
+        if confidence is not None:
+            pairs = pairs._replace(values=pairs.values * confidence[pairs.indices[1]])
+        return reduced(self, pairs, batch.sides(), batch, [*numbers.values(), confidence])
+
+    def _of_comparisons(
+        self, batch: Batch, everything: Batch, both: bool, numbers: dict[str, Any], dtype: torch.dtype | None
+    ) -> Any:
+        """Return the reduced loss of the pairs by labels or positions, of both directions."""
+        comparisons = batch.comparisons(everything, both)
+        self._warn_of_no_pairs(batch, comparisons[0])
+        uses_engine = self.is_plain() and not self.needs_matrix
+        losses = []
+        # Where each embedding is compared with all others of the other side, NaN in one is NaN in the mean already.
+        shows_nan = uses_engine and (both or batch.one_set) and self.distance.normalize_embeddings
+        for comparison in comparisons:
+            confidence = comparison.numbers.pop(CONFIDENCE, None)
+            pairs = self._losses(comparison, numbers, dtype, uses_engine)
+            if confidence is not None:
+                pairs = pairs._replace(values=pairs.values * confidence)
+            losses.append(pairs)
+            shows_nan = shows_nan and comparison.known is None and pairs.values.shape[0] > 0
+        if self.collect_stats:
+            record_statistics(self, comparisons[0], numbers, dtype)
+        pairs = losses[0]
+        if batch is not everything:
+            pairs = share_of_mean(self.processes, losses)
+        with_gradients = [*numbers.values(), *batch.numbers.values()]
+        return reduced(self, pairs, everything.sides(), batch, with_gradients, shows_nan)
+
+    def _losses(
+        self, comparison: Comparison, numbers: dict[str, Any], dtype: torch.dtype | None, uses_engine: bool
+    ) -> PairLosses:
+        """Return the losses of the positive pairs: from vectors, by blocks of rows of a matrix, or by the matrix."""
+        pairs, rows, columns = comparison.positives, comparison.anchors.shape[0], comparison.candidates.shape[0]
+        tiled = self.tiled
+        can_be_tiled = uses_engine or (self.by_row and self.is_plain())
+        if tiled and not can_be_tiled:
+            raise ValueError(
+                "tiled=True needs a plain CosineSimilarity or DotProductSimilarity, and a loss whose pairs depend on "
+                f"their own row only (by_row); got {self.distance} and {type(self).__name__}"
+            )
+        if tiled is None:
+            size = rows * columns * comparison.anchors.element_size()
+            tiled = can_be_tiled and size > engine.MATRIX_BYTES
+        if pairs.rows.shape[0] == 0 and not self.counts_unpaired_rows:  # torch has no maximum of nothing
+            return PairLosses(comparison.anchors.new_zeros(0), (pairs.rows, pairs.columns))
+        if uses_engine:
+            return PairLosses(self._of_vectors(comparison, numbers, dtype, tiled), (pairs.rows, pairs.columns))
+        if tiled:
+            return losses_of_blocks(self, comparison, numbers, dtype)
+        similarities = matrix_of(self, comparison.anchors, comparison.candidates, dtype)
+        return losses_of_matrix(
+            self, similarities, comparison.masks(), pairs, numbers, comparison.numbers, comparison.anchor_columns
+        )
+
+    def _of_vectors(
+        self, comparison: Comparison, numbers: dict[str, Any], dtype: torch.dtype | None, tiled: bool
+    ) -> Tensor:
+        """Return the losses by :mod:`vl_plugins.engine`, both directions from one product."""
+        normalize = self.distance.normalize_embeddings
+        if type(self).of_negatives is hardest:
+            maxima = engine.maxima(comparison, normalize=normalize, dtype=dtype)
+        else:
+            scale = numbers["scale"]
+            maxima = engine.soft_maxima(comparison, scale, normalize=normalize, dtype=dtype, tiled=tiled)
+        positive, negative = maxima.positive, maxima.of_pairs(comparison)
+        numbers = numbers | comparison.numbers
+        certain = comparison.all_have_negatives
+        if comparison.anchor_columns == 0:
+            return self.losses_of_pairs(positive, negative, numbers, certain)
+        # Apply the formula once, to the pairs of both directions.
+        for name, values in comparison.numbers.items():
+            numbers[name] = torch.cat([values, values])
+        losses = self.losses_of_pairs(torch.cat([positive, positive]), negative, numbers, certain)
+        from_rows, from_columns = losses.chunk(2)
+        return from_rows + from_columns
+
+    def losses_of_pairs(
+        self, positive: Tensor, negative: Tensor, numbers: dict[str, Any], all_have_negatives: bool = False
+    ) -> Tensor:
+        """Return :meth:`of_pairs`, but 0 for pairs whose anchor has no negatives, where ``negative`` is -inf."""
+        if all_have_negatives:
+            losses = self.of_pairs(positive, negative, **numbers)
+            check_result(self, "of_pairs", losses, positive.shape[0])
+            return losses
+        is_missing = (negative == -torch.inf).logical_and_(positive == positive)  # NaN stays
+        losses = self.of_pairs(positive, negative.masked_fill(is_missing, 0), **numbers)
+        check_result(self, "of_pairs", losses, positive.shape[0])
+        return losses.masked_fill(is_missing, 0)
 
     def from_similarities(
         self,
@@ -318,84 +478,36 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
             ValueError: masks of another shape or type, a number that the loss does not take, or an option of the loss
                 that needs embeddings: a process group or an embedding regularizer.
         """
-        check_tensors(similarities=similarities, positive_mask=positive_mask, negative_mask=negative_mask)
         if self.processes.size > 1:
             raise ValueError("similarities are of one process: create the loss without gather_across_devices")
         if self.embedding_regularizer is not None:
             raise ValueError("embedding_regularizer needs embeddings, not similarities")
-        for name, mask in (("positive_mask", positive_mask), ("negative_mask", negative_mask)):
-            if mask.shape != similarities.shape or mask.dtype != torch.bool:
-                shape, shape_of_mask = tuple(similarities.shape), tuple(mask.shape)
-                raise ValueError(f"{name} must be torch.bool {shape}, got {mask.dtype} {shape_of_mask}")
-        if similarities.device.type == "cpu" and (positive_mask & negative_mask).any():  # would synchronize a GPU
-            raise ValueError("a pair is in both positive_mask and negative_mask")
-        scalars, caption_numbers = self._numbers_of_call(numbers, ARGUMENTS_OF_MATRIX)
-        with torch.autocast(similarities.device.type, enabled=False):
+        with full_precision_call(similarities=similarities):
             (similarities,) = full_precision(similarities)
-            positives = Pairs.of_mask(positive_mask)
-            for name, values in caption_numbers.items():
-                caption_numbers[name] = number_of_each(name, values, similarities.T)
-            pair_numbers = by_pair(caption_numbers, positives.columns)
-            if symmetric is None:
-                symmetric = self.symmetric
-            columns = similarities.shape[1] if symmetric else 0
+            for name, mask in (("positive_mask", positive_mask), ("negative_mask", negative_mask)):
+                if mask.shape != similarities.shape or mask.dtype != torch.bool:
+                    expected, shape = tuple(similarities.shape), tuple(mask.shape)
+                    raise ValueError(f"{name} must be torch.bool {expected}, got {mask.dtype} {shape}")
+            if similarities.device.type == "cpu" and (positive_mask & negative_mask).any():  # would synchronize a GPU
+                raise ValueError("a pair is in both positive_mask and negative_mask")
+            numbers, caption_numbers = self._numbers_of_call(numbers, is_matrix=True)
+            sides = {"embeddings": similarities, "ref_emb": similarities.T}
+            rows = checked_rows(sides | caption_numbers, compares_vectors=False)
+            pairs = Pairs.of_mask(positive_mask)
+            caption_numbers = {name: rows[name] for name in caption_numbers}
+            pair_numbers = numbers_of_pairs(caption_numbers, pairs.columns)
+            columns = similarities.shape[1] if (self.symmetric if symmetric is None else symmetric) else 0
             masks = positive_mask, negative_mask
-            values = losses_of_masks(self, similarities, *masks, positives, scalars, pair_numbers, columns)
-            losses = [PairLosses(values, (positives.rows, positives.columns))]
-            return reduced(self, losses, None, [similarities], scalars)
+            losses = losses_of_matrix(self, similarities, masks, pairs, numbers, pair_numbers, columns)
+            return reduced(self, losses, (similarities,), None, [*numbers.values(), *pair_numbers.values()])
 
-    def _is_mined(self, indices_tuple: Any, labels: Any) -> bool:
-        """Return whether a miner chose the pairs; raise ``ValueError`` for arguments that do not fit."""
-        if labels is None and isinstance(self.reducer, ClassWeightedReducer):
-            raise ValueError("ClassWeightedReducer needs labels, which are the classes that it weights")
-        if indices_tuple is None:
-            return False
-        if callable(indices_tuple):
-            raise ValueError(
-                "indices_tuple must be pairs or triplets, miner(embeddings, labels, ref_emb, ref_labels), not the miner"
-            )
-        if isinstance(indices_tuple, Tensor):
-            raise ValueError("indices_tuple must be a tuple of index tensors; embeddings go to ref_emb=")
-        if len(indices_tuple) not in (3, 4):
-            raise ValueError(
-                "indices_tuple must be (anchors, positives, negatives) or (anchors, positives, anchors, negatives), "
-                f"got {len(indices_tuple)} tensors"
-            )
-        return True
-
-    def _gathered(self, batch: Batch, copies: Tensor | None, is_mined: bool) -> Batch:
-        """Return the batch with the candidates of all processes."""
-        if self.processes.size == 1:
-            return batch
-        if copies is not None:
-            raise ValueError("copies are places of one process: create the loss without gather_across_devices")
-        numbers = (*self.numbers, CONFIDENCE)
-        # In words, so that an error can list them: a warm-up may have ended in one process only.
-        settings = type(self).__name__, f"symmetric={batch.both}", "indices_tuple" if is_mined else "no indices_tuple"
-        return batch.gathered(self.processes, self.compares_own_rows, numbers, learned_numbers(self), settings)
-
-    def _losses_of_batch(
-        self, batch: Batch, indices_tuple: tuple[Tensor, ...] | None, numbers: dict[str, Any]
-    ) -> list[PairLosses]:
-        """Return the losses of a miner's choice, or those of each direction; record their statistics."""
-        if indices_tuple is not None:
-            forget_statistics(self)
-            return [self._losses_of_indices(batch, indices_tuple, numbers)]
-        directions = batch.directions()
-        self._warn_of_no_pairs(batch, directions[0])
-        losses = [self._losses_of_direction(direction, numbers) for direction in directions]
-        if self.collect_stats:
-            record_statistics(self, directions[0], numbers)
-        return losses
-
-    def _warn_of_no_pairs(self, batch: Batch, direction: Direction) -> None:
+    def _warn_of_no_pairs(self, batch: Batch, comparison: Comparison) -> None:
         """Warn once of a batch whose loss is 0 because of its labels, such as two numberings."""
-        rows, columns = direction.shape
+        rows, columns = comparison.anchors.shape[0], comparison.candidates.shape[0]
         is_queue = batch.copies is not None and not batch.one_set  # which may be empty at first
         if self._has_warned or rows < 2 or is_queue:
             return
-        possible = rows * columns - rows * batch.one_set
-        positive = len(direction.positives.rows)
+        positive, possible = comparison.positives.rows.shape[0], rows * columns - rows * batch.one_set
         has_no_negatives = positive == possible and not self.has_matrix_losses  # which may be losses of positives alone
         if positive == 0 or has_no_negatives:
             self._has_warned = True
@@ -405,63 +517,42 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
                 "belongs together, and for nothing else"
             )
 
-    def _losses_of_direction(self, direction: Direction, numbers: dict[str, Any]) -> PairLosses:
-        pair_numbers = dict(direction.pair_numbers)
-        confidence = pair_numbers.pop(CONFIDENCE, None)
-        direction = direction._replace(pair_numbers=pair_numbers)
-        losses = losses_of_direction(self, direction, numbers)
-        return losses if confidence is None else losses._replace(values=losses.values * confidence)
-
-    def _losses_of_indices(
-        self, batch: Batch, indices_tuple: tuple[Tensor, ...], numbers: dict[str, Any]
-    ) -> PairLosses:
-        confidence = batch.columns.numbers.pop(CONFIDENCE, None)
-        losses = losses_of_indices(self, batch, indices_tuple, numbers)
-        if confidence is None:
-            return losses
-        return losses._replace(values=losses.values * confidence[losses.indices[1]])
-
-    def losses_of_pairs(self, positive: Tensor, negative: Tensor, numbers: dict[str, Any]) -> Tensor:
-        """Return :meth:`of_pairs`, but 0 for pairs whose anchor has no negatives, where ``negative`` is -inf."""
-        is_missing = negative == -torch.inf
-        losses = self.of_pairs(positive, negative.masked_fill(is_missing, 0), **numbers)
-        check_losses(self, "of_pairs", losses, len(positive))
-        return losses.masked_fill(is_missing, 0)
-
-    @property
-    def compares_own_rows(self) -> bool:
-        """True if several processes need to compare their own rows only, with those of all."""
-        is_mean = type(self.reducer) is MeanReducer and self.embedding_regularizer is None
-        return is_mean and self.by_row and self.is_plain()
-
-    def is_plain(self) -> bool:
-        """Return True if the distance is a cosine similarity or a dot product, and nothing else."""
-        distance = self.distance  # a subclass may compute something else
-        is_plain = type(distance) in (CosineSimilarity, DotProductSimilarity) and not distance.collect_stats
-        return is_plain and distance.p == 2 and distance.power == 1
-
-    def _numbers_of_call(
-        self, given: dict[str, Any], arguments: tuple[str, ...], confidence: Tensor | None = None
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def _numbers_of_call(self, given: dict[str, Any], is_matrix: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the numbers of a call, with the loss's own as defaults: those for all pairs, and those per caption."""
-        for name, value in given.items():
+        for name in given:
             if name not in self.numbers:
-                raise ValueError(_unknown_argument(self, name, value, arguments))
-        scalars, caption_numbers = {}, {}
-        if confidence is not None:
-            caption_numbers[CONFIDENCE] = confidence
+                raise ValueError(_unknown_argument(self, name, given[name], is_matrix))
+        if self.learns_scale:
+            self.limit_scale()
+        numbers, caption_numbers = {}, {}
         for name in self.numbers:
-            value = as_number(given.get(name))
-            value = _own_number(self, name) if value is None else self.check_number(name, value)
+            value = given.get(name)
+            if value is None:
+                value = getattr(self, name, None)
+                if isinstance(value, Tensor) and value.numel() == 1:
+                    value = value.reshape(())
+            else:
+                is_array = hasattr(value, "__array__") and not isinstance(value, (Tensor, Real))
+                if is_array or isinstance(value, (list, tuple)):
+                    value = torch.as_tensor(value, dtype=torch.float32)
+                value = self.check_number(name, value)
+            if value is None:
+                raise ValueError(
+                    f"{type(self).__name__} has no {name}, one of its numbers: set self.{name} in the constructor, or "
+                    f"call loss(..., {name}=...)"
+                )
             if isinstance(value, Tensor) and value.ndim > 0:
                 caption_numbers[name] = value
             else:
-                scalars[name] = value
-        return scalars, caption_numbers
+                numbers[name] = value
+        return numbers, caption_numbers
 
     def check_numbers(self, numbers: dict[str, Any]) -> None:
         """Raise ``ValueError`` for numbers that a call would refuse."""
-        self._numbers_of_call(numbers, ARGUMENTS)
+        self._numbers_of_call(numbers)
+
+    def limit_scale(self) -> None:
+        """Keep a learned scale below its limit; of a loss that learns one."""
 
     def get_default_distance(self) -> BaseDistance:
         return CosineSimilarity()
@@ -474,37 +565,27 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _arguments(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of a method's arguments, without ``self`` and those that stand for others."""
-    _, *parameters = inspect.signature(function).parameters.values()
-    return tuple(parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD)
-
-
-ARGUMENTS = _arguments(PairLoss.forward)
-ARGUMENTS_OF_MATRIX = _arguments(PairLoss.from_similarities)
-
-
-def _own_number(loss: PairLoss, name: str) -> Any:
-    if not hasattr(loss, name):
+def _check_indices_tuple(indices_tuple: Any) -> None:
+    """Raise ``ValueError`` for something else than a miner's pairs or triplets."""
+    if callable(indices_tuple):
         raise ValueError(
-            f"{type(loss).__name__} has no {name}, one of its numbers: set self.{name} in the constructor, or call "
-            f"loss(..., {name}=...)"
+            "indices_tuple must be pairs or triplets, miner(embeddings, labels, ref_emb, ref_labels), not the miner"
         )
-    value = getattr(loss, name)
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.reshape(())
-    if is_one_of_each(value):
+    if isinstance(indices_tuple, Tensor):
+        raise ValueError("indices_tuple must be a tuple of index tensors; embeddings go to ref_emb=")
+    if len(indices_tuple) not in (3, 4):
         raise ValueError(
-            f"{name} of one batch belongs to the call: loss(..., {name}=values), one for each caption, (C,)"
+            "indices_tuple must be (anchors, positives, negatives) or (anchors, positives, anchors, negatives), "
+            f"got {len(indices_tuple)} tensors"
         )
-    return value
 
 
-def _unknown_argument(loss: PairLoss, name: str, value: Any, arguments: tuple[str, ...]) -> str:
+def _unknown_argument(loss: PairLoss, name: str, value: Any, is_matrix: bool) -> str:
     kind = type(loss).__name__
+    arguments = list(inspect.signature(loss.from_similarities if is_matrix else loss.forward).parameters)[:-1]
     if name == "miner":
         return f"{kind} takes no miner: DistributedLoss(loss)(..., miner=miner) does, or give it indices_tuple"
-    if name in ARGUMENTS:
+    if is_matrix and name in inspect.signature(loss.forward).parameters:
         return f"{name} belongs to a call with embeddings, not to from_similarities"
     if advice := scale_advice(name, value, dict.fromkeys(loss.numbers)):
         return f"{kind}: {advice}"
@@ -514,84 +595,11 @@ def _unknown_argument(loss: PairLoss, name: str, value: Any, arguments: tuple[st
 def _check_options(kind: type, options: dict[str, Any], switches: dict[str, Any]) -> None:
     """Raise ``TypeError`` for an option that belongs elsewhere, with what to do instead, or a switch that is none."""
     for name, value in switches.items():
-        if value not in (True, False) and not (name == "tiled" and value is None):
+        if value not in (True, False):
             raise TypeError(f"{kind.__name__}: {name} must be True or False, got {value!r}")
-    for option in {"scale", "temperature"} & options.keys():
-        if advice := scale_advice(option, options[option], options_of(kind)):
-            raise TypeError(f"{kind.__name__}: {advice}")
-    if "warmup_steps" in options:
-        raise TypeError(
-            f"{kind.__name__} has no warmup_steps: Warmup(first, then, steps), or "
-            "create_loss(..., warmup_steps=...), begins with another loss"
-        )
-    options_of_base = options_of(PairLoss)
-    for option in options:
-        if option not in options_of_base:
-            raise TypeError(f"{kind.__name__}: {unknown_name('option', option, options_of(kind))}")
+    if reason := wrong_option(PairLoss, options, kind):
+        raise TypeError(f"{kind.__name__}: {reason}")
     for option in ("distance", "reducer", "embedding_regularizer"):
         value = options.get(option)
         if value is not None and not isinstance(value, nn.Module):
             raise TypeError(f"{kind.__name__}: {option} must be a module, got {value!r}; names are for create_loss")
-
-
-def _owner(kind: type, name: str, first: int = 0) -> type:
-    """Return the first class, in the order of inheritance from number ``first`` on, that defines an attribute."""
-    return next(owner for owner in kind.__mro__[first:] if name in vars(owner))
-
-
-def _is_overridden_after(kind: type, name: str, other: str) -> bool:
-    """Return whether a class, or a mixin, defines an attribute without the other one that goes with it."""
-    return kind.__mro__.index(_owner(kind, name)) < kind.__mro__.index(_owner(kind, other))
-
-
-def _check_hooks(kind: Any) -> None:
-    """Raise ``TypeError`` for a class whose hooks do not fit together, or that was written for version 0.3."""
-    own, name = vars(kind), kind.__name__
-    matrix_losses: Callable[..., Any] | None = own.get("matrix_losses")
-    has_old_matrix = matrix_losses is not None and "anchors" in inspect.signature(matrix_losses).parameters
-    if "pair_loss" in own or isinstance(own.get("negatives"), str) or has_old_matrix:
-        raise TypeError(
-            f"{name} is written for vl_plugins 0.3: define of_negatives and of_pairs(positive, negative, "
-            "**numbers), or matrix_losses(similarities, positive_mask, negative_mask, **numbers); see 'From 0.3 to 0.4'"
-        )
-    if not isinstance(kind.numbers, tuple):
-        raise TypeError(f"{name}: numbers must be a tuple of names, such as ('scale',), got {kind.numbers!r}")
-    if not callable(kind.of_negatives):
-        raise TypeError(
-            f"{name}: of_negatives must be hardest, soft_maximum or a method (self, similarities, negative_mask, "
-            f"**numbers), got {kind.of_negatives!r}"
-        )
-    if kind.of_negatives is soft_maximum and "scale" not in kind.numbers:
-        advice = "derive the class from ScaledLoss"
-        if "numbers" in own and kind.numbers:
-            advice = f"numbers = {('scale', *kind.numbers)}"
-        raise TypeError(f"{name}: of_negatives = soft_maximum needs a scale; {advice}")
-    defines_pairs_only = "of_pairs" in own and "matrix_losses" not in own
-    if kind.has_matrix_losses is True and defines_pairs_only and _owner(kind, "of_pairs", 1) is PairLoss:
-        raise TypeError(
-            f"{name}: of_pairs is never called, because {_owner(kind, 'matrix_losses').__name__} defines "
-            "matrix_losses: override that, or derive the class from PairLoss"
-        )
-    for hook in HOOKS:
-        _check_numbers_of_hook(kind, hook)
-
-
-def _check_numbers_of_hook(kind: Any, hook: str) -> None:
-    """Raise ``TypeError`` for a method that does not take the numbers of its loss by name."""
-    function = getattr(kind, hook)
-    if not inspect.isfunction(function) or function in (hardest, soft_maximum):
-        return
-    names, takes_others = set(), False
-    for parameter in list(inspect.signature(function).parameters.values())[HOOKS[hook] + 1 :]:
-        if parameter.kind is parameter.VAR_KEYWORD:
-            takes_others = True
-        elif parameter.kind is not parameter.VAR_POSITIONAL:
-            names.add(parameter.name)
-            if parameter.default is parameter.empty and parameter.name not in kind.numbers:
-                advice = f"add it to numbers, {kind.numbers}, or rename it"
-                if parameter.name == "scale":
-                    advice = "derive the class from ScaledLoss, which has one"
-                raise TypeError(f"{kind.__name__}: {hook} takes {parameter.name}, which is no number of it: {advice}")
-    missing = [name for name in kind.numbers if name not in names]
-    if missing and not takes_others:
-        raise TypeError(f"{kind.__name__}: {hook} must take {', '.join(missing)}, its numbers by name, or **numbers")

@@ -8,16 +8,16 @@ import torch
 from pytorch_metric_learning.utils.distributed import DistributedMinerWrapper
 from torch import Tensor, nn
 
-from vl_plugins.distances import SetDistance, captions_come_first, check_widths
-from vl_plugins.distributed import DistributedLoss, gathers, pair_labels
-from vl_plugins.losses.batch import Batch, ContentIds, joined_sets
+from vl_plugins.distances import SetDistance, captions_come_first
+from vl_plugins.distributed import GathersAcrossDevices, Processes, all_rows, joined_call, processes_of
+from vl_plugins.losses.batch import Batch, joined_sets
 from vl_plugins.losses.warmup import Warmup
-from vl_plugins.numerics import check_loss, check_tensors, full_precision
+from vl_plugins.numerics import check_loss, full_precision_call
 
 __all__ = ["CrossModalLoss", "known_positives"]
 
 
-class CrossModalLoss(nn.Module):
+class CrossModalLoss(GathersAcrossDevices, nn.Module):
     """Image to text plus text to image, by any loss; :class:`~vl_plugins.distributed.DistributedLoss` may wrap it.
 
     A loss with an attribute ``symmetric``, such as :class:`~vl_plugins.losses.PairLoss`, adds both directions and
@@ -38,11 +38,9 @@ class CrossModalLoss(nn.Module):
     def __init__(self, loss: nn.Module, miner: Any = None, one_set: bool = False):
         super().__init__()
         check_loss(loss)
-        _check_gathering(loss, miner)
         if isinstance(miner, DistributedMinerWrapper) and miner.efficient:
             raise ValueError("DistributedMinerWrapper(efficient=True) drops pairs of an image and its own caption")
-        has_sets = isinstance(loss, Warmup) and any(hasattr(step, "regularization") for step in (loss.first, loss.then))
-        if has_sets and miner is not None:  # which would add the regularization in each direction
+        if isinstance(loss, Warmup) and _takes_slots(loss) and miner is not None:  # added in each direction
             raise ValueError(
                 "with a miner, the warm-up belongs to the base of SmoothChamferLoss: "
                 "base={'name': 'triplet_hn', 'warmup_steps': 1000}"
@@ -50,6 +48,7 @@ class CrossModalLoss(nn.Module):
         self.loss: Any = loss
         self.miner, self.one_set = miner, one_set
         self.pair_loss: Any = loss.base if hasattr(loss, "regularization") else loss
+        self.processes = Processes()
 
     @property
     def symmetric(self) -> bool:
@@ -91,58 +90,53 @@ class CrossModalLoss(nn.Module):
         Raises:
             ValueError: ``ref_labels`` without ``labels``, or embeddings and labels that do not fit.
         """
-        _check_gathering(self.loss, self.miner)
-        self._check_call(indices_tuple, ref_ids, matching_ids)
-        check_tensors(embeddings=embeddings, ref_emb=ref_emb)
-        check_widths(self.distance, embeddings, ref_emb)
-        embeddings, ref_emb = full_precision(embeddings, ref_emb)
-        labels, ref_labels = self._checked_labels(embeddings, labels, ref_emb, ref_labels)
-        images, texts = (embeddings, labels), (ref_emb, ref_labels)
-        with torch.autocast(embeddings.device.type, enabled=False):
-            if self.one_set:
-                if slots is not None and ref_slots is not None and hasattr(self.loss, "regularization"):
-                    options["slots"] = joined_sets([slots, ref_slots])
-                return self._loss_of_one_set(images, texts, options)
-            if self.miner is None and hasattr(self.pair_loss, "symmetric"):
-                ids = {"ref_ids": ref_ids, "matching_ids": matching_ids} if ref_ids is not None else {}
-                if isinstance(self.pair_loss, Warmup) and hasattr(self.pair_loss.loss, "regularization"):
-                    options |= {"slots": slots, "ref_slots": ref_slots}
-                value = self.pair_loss(*images, None, *texts, **ids, **options)
-            else:
-                is_known = None
-                if ref_ids is not None and getattr(self.pair_loss, "known_positives", True):
-                    is_known = known_positives(labels, ref_labels, ref_ids, matching_ids)
-                value = self._loss_by_direction(images, texts, is_known, options)
-            if self.pair_loss is not self.loss:
-                value = value + sum(self.loss.regularization(embeddings, ref_emb, slots, ref_slots).values())
-            return value
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "gather_across_devices":
-            raise AttributeError("CrossModalLoss gathers in a wrapper: DistributedLoss(CrossModalLoss(loss, miner))")
-        super().__setattr__(name, value)
-
-    def _check_call(self, indices_tuple: Any, ref_ids: Any, matching_ids: Any) -> None:
         if indices_tuple is not None:
             raise ValueError("indices_tuple must be None: CrossModalLoss(loss, miner) calls the miner")
-        if ref_ids is None and matching_ids is not None:
-            raise ValueError("matching_ids need ref_ids, the ids of the texts")
         if self.one_set and ref_ids is not None:
             raise ValueError("ref_ids cannot be given with one_set=True")
+        if ref_ids is None and matching_ids is not None:
+            raise ValueError("matching_ids need ref_ids, the ids of the texts")
+        call = {"embeddings": embeddings, "labels": labels, "ref_emb": ref_emb, "ref_labels": ref_labels} | options
+        if ref_ids is not None:
+            call |= {"ref_ids": ref_ids, "matching_ids": matching_ids}
+        if _takes_slots(self.loss):
+            call |= {"slots": slots, "ref_slots": ref_slots}
+        is_called_once = self.miner is None and not self.one_set and hasattr(self.pair_loss, "symmetric")
+        if is_called_once and self.processes.is_alone:
+            return self.loss(**call)
+        with full_precision_call(embeddings=embeddings, ref_emb=ref_emb):
+            call = joined_call(self, processes_of(self), call)
+            with all_rows():
+                if is_called_once:
+                    return self.loss(**call)
+                if self.one_set:
+                    return self._loss_of_one_set(**call)
+                return self._loss_of_two_sets(**call)
 
-    def _checked_labels(self, images: Tensor, labels: Any, texts: Tensor, text_labels: Any) -> tuple[Any, Any]:
-        """Return the labels of both sides as tensors, where the call needs them."""
-        needs_labels = self.miner is not None or self.one_set or not hasattr(self.pair_loss, "symmetric")
-        if not needs_labels:
-            return labels, text_labels
-        return pair_labels(images, labels, texts, text_labels)
-
-    def _loss_of_one_set(self, images: tuple[Any, Any], texts: tuple[Any, Any], options: dict[str, Any]) -> Any:
-        embeddings, labels = joined_sets([images[0], texts[0]]), torch.cat([images[1], texts[1]])
+    def _loss_of_one_set(
+        self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor, **options: Any
+    ) -> Any:
+        slots, ref_slots = options.pop("slots", None), options.pop("ref_slots", None)
+        if slots is not None and ref_slots is not None:
+            options["slots"] = joined_sets([slots, ref_slots])
+        embeddings, labels = joined_sets([embeddings, ref_emb]), torch.cat([labels, ref_labels])
         pairs = None
         if self.miner is not None:
             pairs = self.miner(embeddings, labels)
         return self.loss(embeddings, labels, pairs, **options)
+
+    def _loss_of_two_sets(
+        self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor, **options: Any
+    ) -> Any:
+        slots, ref_slots = options.pop("slots", None), options.pop("ref_slots", None)
+        ref_ids, matching_ids = options.pop("ref_ids", None), options.pop("matching_ids", None)
+        is_known = None
+        if ref_ids is not None and getattr(self.pair_loss, "known_positives", True):
+            is_known = known_positives(labels, ref_labels, ref_ids, matching_ids)
+        value = self._loss_by_direction((embeddings, labels), (ref_emb, ref_labels), is_known, options)
+        if self.pair_loss is not self.loss:
+            value = value + sum(self.loss.regularization(embeddings, ref_emb, slots, ref_slots).values())
+        return value
 
     def _loss_by_direction(
         self, images: tuple[Any, Any], texts: tuple[Any, Any], is_known: Tensor | None, options: dict[str, Any]
@@ -188,14 +182,10 @@ class CrossModalLoss(nn.Module):
         return self.pair_loss(*anchors, pairs, *candidates, **options)
 
 
-def _check_gathering(loss: Any, miner: Any) -> None:
-    """Raise ``ValueError`` for a loss that gathers where both directions, or the regularization, are added here."""
-    by_direction = miner is not None or hasattr(loss, "regularization")
-    if isinstance(loss, DistributedLoss) or (by_direction and gathers(loss)):
-        raise ValueError(
-            f"{type(loss).__name__} would gather by itself: give CrossModalLoss a loss without "
-            "gather_across_devices, and wrap both, DistributedLoss(CrossModalLoss(loss, miner))"
-        )
+def _takes_slots(loss: Any) -> bool:
+    """Return whether a loss, or one of a warm-up, has a regularization of sets."""
+    losses = (loss.first, loss.then) if isinstance(loss, Warmup) else (loss,)
+    return any(hasattr(one, "regularization") for one in losses)
 
 
 def _check_directions(options: dict[str, Any]) -> None:
@@ -210,18 +200,10 @@ def _check_directions(options: dict[str, Any]) -> None:
 
 def known_positives(labels: Tensor, text_labels: Tensor, ref_ids: Any, matching_ids: Any = None) -> Tensor:
     """Return which texts share an id with a text of an image, (B, C) bool, see ``ref_ids`` of ``PairLoss.forward``."""
-    images, texts = labels[:, None].float(), text_labels[:, None].float()  # only their labels and ids count
-    batch = Batch.of(
-        images,
-        labels,
-        texts,
-        text_labels,
-        distance=None,
-        both=False,
-        is_mined=False,
-        ids=ContentIds(ref_ids, matching_ids),
-    )
-    return batch.known_positives()
+    sides = {"embeddings": labels[:, None].float(), "ref_emb": text_labels[:, None].float()}  # only their labels count
+    rows = sides | {"labels": labels, "ref_labels": text_labels, "ref_ids": ref_ids, "matching_ids": matching_ids}
+    batch = Batch.of(rows | dict.fromkeys(["negatives", "negative_ids", "copies"]), {}, compares_vectors=True)
+    return batch.known_mask()
 
 
 def _all_pairs(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, ...]:

@@ -177,8 +177,10 @@ class GOALLoss(PairLoss):
         )
         return to_positive, to_negative
 
-    def matrix_losses(self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor) -> Tensor:
-        rows, columns = positive_mask.nonzero(as_tuple=True)
+    def matrix_losses(
+        self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, pairs: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        rows, columns = pairs
         positive = similarities[rows, columns]
         to_positives, to_negatives = self._relative(similarities.detach(), negative_mask, rows, columns)
         if self.all_negatives:

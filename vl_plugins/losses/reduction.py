@@ -9,96 +9,93 @@ share of the mean over the pairs of all processes.
 from typing import Any
 
 import torch
-from pytorch_metric_learning.reducers import MeanReducer, PerAnchorReducer
+from pytorch_metric_learning.reducers import ClassWeightedReducer, MeanReducer, PerAnchorReducer
 from torch import Tensor
 
 from vl_plugins.losses.batch import Batch
-from vl_plugins.losses.paths import PairLosses
+from vl_plugins.losses.matrix import PairLosses
 
-__all__ = ["reduced"]
+__all__ = ["reduced", "share_of_mean"]
 
 
 def reduced(
-    loss: Any, losses: list[PairLosses], batch: Batch | None, inputs: list[Tensor], numbers: dict[str, Any]
+    loss: Any,
+    pairs: PairLosses,
+    sides: tuple[Tensor, ...],
+    batch: Batch | None,
+    numbers: list[Any],
+    shows_nan: bool = False,
 ) -> Any:
     """Return what the reducer of a loss makes of the losses of pairs, plus the regularization.
 
     Args:
         loss: a :class:`~vl_plugins.losses.PairLoss`.
-        losses: of each direction that was computed on its own.
-        batch: None for a matrix of similarities.
-        inputs: the embeddings, or the matrix.
-        numbers: of the call, which may have gradients.
+        pairs: the losses.
+        sides: the embeddings that are compared, or the matrix.
+        batch: the anchors of this process; None for a matrix.
+        numbers: of the call; tensors may have gradients.
+        shows_nan: NaN in any of the sides is NaN in the losses already.
     """
-    if isinstance(loss.reducer, PerAnchorReducer):
-        _check_fits_a_square(inputs, batch)
-    has_pairs = all(len(of_direction.values) > 0 for of_direction in losses)
-    pairs = losses[0]
-    if batch is not None and not batch.is_whole:
-        pairs = _share_of_mean(loss, losses)
-    loss_dict = {"loss": _of_pairs(loss, pairs)}
-    labels = None
-    if batch is not None:
-        labels = batch.rows.labels
-        if loss.embedding_regularizer is not None:
-            loss_dict["embedding_reg_loss"] = loss.zero_loss() | {"losses": _regularization(loss, batch)}
-    result = loss.reducer(loss_dict, inputs[0], labels)
+    labels = None if batch is None else batch.labels
+    _check_reducer(loss.reducer, sides, labels)
+    values, count = pairs.values, pairs.values.shape[0]
+    if pairs.unpaired is not None and count > 0:
+        values = values + pairs.unpaired / count
+    kind = "pos_pair" if len(pairs.indices) == 2 else "triplet"
+    info = {"losses": values, "indices": pairs.indices, "reduction_type": kind, "divisor": count}
+    if count == 0:
+        info = loss.zero_loss()
+    loss_dict = {"loss": info}
+    if batch is not None and loss.embedding_regularizer is not None:
+        loss_dict["embedding_reg_loss"] = loss.zero_loss() | {"losses": _regularization(loss, batch)}
+    result = loss.reducer(loss_dict, sides[0], labels)
     if not isinstance(result, Tensor):
         return result  # DoNothingReducer returns the dict
-    if type(loss.reducer) is MeanReducer and has_pairs:
-        # Where every embedding is compared by cosine, NaN or infinity in one is NaN in the mean already.
-        if batch is not None and batch.compares_all_by_place and getattr(loss.distance, "normalize_embeddings", False):
-            return result
-        return _in_graph_of(result, [values.detach() for values in inputs])
-    sources = [*inputs, pairs.values, *numbers.values()]
-    if batch is not None:
-        sources += batch.columns.numbers.values()
-    if not has_pairs:  # or parameters, as of a distance, have no gradients
+    sources: list[Any] = []
+    if type(loss.reducer) is not MeanReducer or count == 0:
+        sources = [*sides, values, *numbers]
+    elif not shows_nan:
+        sources = [side.detach() for side in sides]
+    if count == 0:  # or parameters, as of a distance, have no gradients
         sources += [parameter for parameter in loss.parameters() if parameter.requires_grad]
-    return _in_graph_of(result, sources)
+    for source in sources:
+        if isinstance(source, Tensor):
+            result = result + (0 * source).sum()  # not 0 times the sum, which may overflow
+    return result
 
 
-def _check_fits_a_square(inputs: list[Tensor], batch: Batch | None) -> None:
-    """Raise ``ValueError`` for more candidates than anchors: the reducer has as many columns as rows."""
-    rows, columns = inputs[0].shape[:2]
-    if batch is not None:
-        rows, columns = len(batch.all_rows), len(batch.all_columns)
-    if columns > rows:
-        raise ValueError(f"PerAnchorReducer needs at least as many images as captions, got {rows} and {columns}")
+def _check_reducer(reducer: Any, sides: tuple[Tensor, ...], labels: Tensor | None) -> None:
+    """Raise ``ValueError`` for a reducer of pytorch-metric-learning that cannot reduce these pairs."""
+    if labels is None and isinstance(reducer, ClassWeightedReducer):
+        raise ValueError("ClassWeightedReducer needs labels, which are the classes that it weights")
+    if isinstance(reducer, PerAnchorReducer) and len(sides) > 1:  # which has as many columns as rows
+        rows, columns = len(sides[0]), len(sides[1])
+        if columns > rows:
+            raise ValueError(f"PerAnchorReducer needs at least as many images as captions, got {rows} and {columns}")
 
 
-def _of_pairs(loss: Any, pairs: PairLosses) -> dict[str, Any]:
-    """Return losses and indices in pytorch-metric-learning's form."""
-    if len(pairs.values) == 0:
-        zero: dict[str, Any] = loss.zero_loss()
-        return zero
-    kind = "pos_pair" if len(pairs.indices) == 2 else "triplet"
-    return {"losses": pairs.values, "indices": pairs.indices, "reduction_type": kind, "divisor": len(pairs.values)}
-
-
-def _share_of_mean(loss: Any, losses: list[PairLosses]) -> PairLosses:
+def share_of_mean(processes: Any, losses: list[PairLosses]) -> PairLosses:
     """Return the losses of own rows and own columns, scaled so that their mean is W S / N.
 
     W is the number of processes, S the sum of the losses, and N the number of pairs of all. A pair counts once in N,
     though it has a loss in each direction. See :mod:`vl_plugins.distributed`.
     """
-    values = torch.cat([of_direction.values for of_direction in losses])
+    tensors = []
+    for of_direction in losses:
+        tensors.append(of_direction.values)
+        if of_direction.unpaired is not None:
+            tensors.append(of_direction.unpaired.reshape(1))
+    values = torch.cat(tensors)
     own_pairs = torch.full((), len(losses[0].values), dtype=torch.float64, device=values.device)  # exact
-    all_pairs = loss.processes.sum(own_pairs)
-    values = values * (len(values) * loss.processes.size / all_pairs.clamp(min=1))
+    all_pairs = processes.sum(own_pairs)
+    values = values * (len(values) * processes.size / all_pairs.clamp(min=1))
     places = torch.arange(len(values), device=values.device)
     return PairLosses(values, (places, places))
 
 
 def _regularization(loss: Any, batch: Batch) -> Tensor:
-    sides: list[Tensor | None] = [batch.rows.embeddings]
+    sides: list[Tensor | None] = [batch.embeddings]
     if getattr(loss.embedding_regularizer, "takes_ref_emb", False):
-        sides.append(None if batch.one_set else batch.columns.embeddings)
+        sides.append(None if batch.one_set else batch.ref_emb)
     term: Tensor = loss.embedding_regularizer(*sides) * loss.embedding_reg_weight
     return term
-
-
-def _in_graph_of(result: Tensor, sources: list[Any]) -> Tensor:
-    """Return the loss plus 0 times the sources: equal, but with gradients for all of them, or NaN."""
-    sums = [source.sum() for source in sources if isinstance(source, Tensor)]
-    return result.add(sum(sums[1:], start=sums[0]), alpha=0)

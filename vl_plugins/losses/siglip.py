@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from vl_plugins.errors import number
-from vl_plugins.losses.scaled import ScaledLoss
+from vl_plugins.losses.scaled import ScaledLoss, one_element
 
 __all__ = ["SigLIPLoss"]
 
@@ -20,8 +20,9 @@ class SigLIPLoss(ScaledLoss):
 
     .. math:: \ell_{ip} = \log(1 + e^{-z_{ip}}) + \frac{1}{|P_i|} \sum_{n \in N_i} \log(1 + e^{z_{in}})
 
-    so that each negative counts once. With one text per image, the mean over the pairs is the loss of the paper. There
-    is one direction only: a pair is the same from both sides.
+    so that each negative counts once. The negatives of images without a positive are shared by all pairs. With one text
+    per image, the mean over the pairs is the loss of the paper. There is one direction only: a pair is the same from
+    both sides.
 
     When to use it: to continue training a SigLIP model, whose scale and bias it takes. A CLIP model has
     no bias, and starts far from what this loss expects; there use :class:`~vl_plugins.losses.UnifiedLoss`.
@@ -45,6 +46,7 @@ class SigLIPLoss(ScaledLoss):
     paper = "Zhai et al. 2023, Sigmoid Loss for Language Image Pre-Training"
     numbers = ("scale", "bias")
     by_row = True
+    counts_unpaired_rows = True
 
     def __init__(
         self,
@@ -63,17 +65,21 @@ class SigLIPLoss(ScaledLoss):
         if name == "bias" and isinstance(self.bias, nn.Parameter):
             raise ValueError("bias is the loss's own parameter (learn_bias=True); a call cannot give another one")
         if name == "bias" and isinstance(value, Tensor):
-            if value.numel() != 1:
-                shape = tuple(value.shape)
-                raise ValueError(f"bias must be a number or a tensor of one element, got the shape {shape}")
-            return value.reshape(())
+            return one_element("bias", value)
         return super().check_number(name, value)
 
-    def matrix_losses(
-        self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, scale: Any, bias: Any
-    ) -> Tensor:
+    def matrix_losses(  # type: ignore[override]
+        self,
+        similarities: Tensor,
+        positive_mask: Tensor,
+        negative_mask: Tensor,
+        pairs: tuple[Tensor, Tensor],
+        scale: Any,
+        bias: Any,
+    ) -> tuple[Tensor, Tensor]:
+        rows, columns = pairs
         logits = scale * similarities + bias
         of_negatives = softplus(logits).masked_fill(~negative_mask, 0).sum(dim=1)
-        positives = positive_mask.sum(dim=1).clamp(min=1)
-        rows, columns = positive_mask.nonzero(as_tuple=True)
-        return softplus(-logits[rows, columns]) + (of_negatives / positives)[rows]
+        positives = positive_mask.sum(dim=1)
+        losses = softplus(-logits[rows, columns]) + (of_negatives / positives.clamp(min=1))[rows]
+        return losses, of_negatives.masked_fill(positives > 0, 0).sum()

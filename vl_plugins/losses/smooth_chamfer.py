@@ -4,17 +4,16 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from pytorch_metric_learning.distances import BaseDistance
 from pytorch_metric_learning.losses import BaseMetricLossFunction
 from pytorch_metric_learning.utils.module_with_records import ModuleWithRecords
 from torch import Tensor, nn
 
-from vl_plugins.distances import SetDistance, SmoothChamferSimilarity, check_widths
-from vl_plugins.distributed import GathersAcrossDevices, gathers, joined_call, learned_numbers, settings_of
-from vl_plugins.errors import UserError, number, unknown_name
-from vl_plugins.numerics import as_labels, as_ref_labels, check_tensors, eager, full_precision
-from vl_plugins.registry import create, find, options_of, scale_advice
+from vl_plugins.distances import SetDistance, SmoothChamferSimilarity
+from vl_plugins.distributed import GathersAcrossDevices, Processes, all_rows, joined_call, processes_of
+from vl_plugins.errors import UserError, number
+from vl_plugins.numerics import eager, full_precision_call
+from vl_plugins.registry import create, find, options_of, wrong_option
 from vl_plugins.regularizers import JoinedSets
 
 __all__ = ["SmoothChamferLoss"]
@@ -22,7 +21,7 @@ __all__ = ["SmoothChamferLoss"]
 # Attributes that are those of the base.
 OF_BASE = frozenset(
     [
-        "check_number",
+        "check_numbers",
         "distance",
         "embedding_regularizer",
         "known_positives",
@@ -59,7 +58,8 @@ class SmoothChamferLoss(GathersAcrossDevices, BaseMetricLossFunction):
         mmd_weight, diversity_weight: >= 0, of :class:`~vl_plugins.regularizers.MMDRegularizer` and of
             :class:`~vl_plugins.regularizers.DiversityRegularizer`.
         distance: instead of ``SmoothChamferSimilarity(alpha, set_size=set_size)``.
-        gather_across_devices: see :class:`~vl_plugins.losses.PairLoss`. Each process computes the loss of all rows.
+        gather_across_devices, global_labels: see :class:`~vl_plugins.losses.PairLoss`. Each process computes the loss
+            of all rows.
         base_options: options of the loss that ``base`` names.
 
     Raises:
@@ -87,6 +87,7 @@ class SmoothChamferLoss(GathersAcrossDevices, BaseMetricLossFunction):
         diversity_weight: float = 0.01,
         distance: BaseDistance | None = None,
         gather_across_devices: Any = False,
+        global_labels: bool = False,
         **base_options: Any,
     ):
         if isinstance(base, BaseMetricLossFunction):
@@ -101,15 +102,10 @@ class SmoothChamferLoss(GathersAcrossDevices, BaseMetricLossFunction):
         # Not the base class's: distance, reducer and embedding regularizer are those of the base loss.
         ModuleWithRecords.__init__(self, base.collect_stats)
         self.base = base
-        self._check_gathering()
-        self.gather_across_devices = gather_across_devices
+        self.processes = Processes(gather_across_devices, global_labels)
         self.mmd_weight = number("mmd_weight", mmd_weight, least=0)
         self.diversity_weight = number("diversity_weight", diversity_weight, least=0)
         self.add_to_recordable_attributes(list_of_names=["mmd_weight", "diversity_weight"])
-
-    def _check_gathering(self) -> None:
-        if gathers(self.base):
-            raise ValueError("the base would gather too: give gather_across_devices to SmoothChamferLoss alone")
 
     def __getattr__(self, name: str) -> Any:
         if name == "from_similarities":
@@ -147,51 +143,27 @@ class SmoothChamferLoss(GathersAcrossDevices, BaseMetricLossFunction):
                 :meth:`~vl_plugins.losses.PairLoss.forward`.
             slots, ref_slots: (A, K, D) and (C, K, D).
         """
-        self._check_gathering()
-        if ref_emb is embeddings:
-            ref_emb = None
-        check_tensors(embeddings=embeddings)
-        if ref_emb is not None:
-            check_tensors(ref_emb=ref_emb)
-            check_widths(self.distance, embeddings, ref_emb)
-        # Here too, because the base may be a loss of pytorch-metric-learning.
-        if labels is not None:
-            labels = as_labels("labels", labels, embeddings)
-        if ref_emb is not None and ref_labels is not None:
-            ref_labels = as_ref_labels(ref_labels, ref_emb)
-        sides = embeddings, labels, ref_emb, ref_labels
-        if self.processes.size > 1:
-            sides, slots, ref_slots, options = self._of_all_rows(sides, slots, ref_slots, indices_tuple, options)
-        embeddings, labels, ref_emb, ref_labels = sides
-        # Here, so that gradients in half precision are rounded once, not for each term.
-        if ref_emb is None:
-            (embeddings,) = full_precision(embeddings)
-        else:
-            embeddings, ref_emb = full_precision(embeddings, ref_emb)
-        with torch.autocast(embeddings.device.type, enabled=False):
-            loss = self.base(embeddings, labels, indices_tuple, ref_emb, ref_labels, **options)
-            terms = self.regularization(embeddings, ref_emb, slots, ref_slots)
+        processes = processes_of(self)
+        if processes.size > 1 and indices_tuple is not None:
+            raise ValueError(
+                "indices_tuple would be of this process only: create the loss without gather_across_devices, and "
+                "give DistributedLoss(loss) the miner"
+            )
+        call = {"embeddings": embeddings, "labels": labels, "ref_emb": ref_emb, "ref_labels": ref_labels}
+        call |= {"slots": slots, "ref_slots": ref_slots} | options
+        # Here, so that gradients in half precision are rounded once, not for each term; with base losses of
+        # pytorch-metric-learning too.
+        with full_precision_call(embeddings=embeddings, ref_emb=ref_emb):
+            call = joined_call(self, processes, call, needs_labels=indices_tuple is None)
+            slots, ref_slots = call.pop("slots"), call.pop("ref_slots")
+            with all_rows():
+                loss = self.base(**call, indices_tuple=indices_tuple)
+            terms = self.regularization(call["embeddings"], call["ref_emb"], slots, ref_slots)
         if isinstance(loss, dict):  # DoNothingReducer returns its input
             for name, term in terms.items():
                 loss[name] = self.zero_loss() | {"losses": term}
             return loss
         return sum(terms.values(), start=loss)
-
-    def _of_all_rows(
-        self, sides: tuple[Any, ...], slots: Any, ref_slots: Any, indices_tuple: Any, options: dict[str, Any]
-    ) -> tuple[Any, ...]:
-        """Return the arguments of a call with the rows of all processes: both sides, their slots, and the options."""
-        if indices_tuple is not None:
-            raise ValueError(
-                "indices_tuple would be of this process only: create the loss without gather_across_devices, and "
-                "give DistributedLoss(loss) the miner"
-            )
-        names = "embeddings", "labels", "ref_emb", "ref_labels"
-        call = dict(zip(names, sides, strict=True)) | {"slots": slots, "ref_slots": ref_slots} | options
-        settings = settings_of(self, options.get("symmetric"))
-        options = joined_call(self.processes, call, learned_numbers(self), settings)
-        all_sides = tuple(options.pop(name) for name in names)
-        return all_sides, options.pop("slots"), options.pop("ref_slots"), options
 
     def regularization(
         self,
@@ -239,9 +211,7 @@ def _check_base_options(base: Any, options: Mapping[str, Any]) -> None:
     name = base.get("name") if isinstance(base, Mapping) else base
     if not isinstance(name, str) and not inspect.isclass(name):
         return  # which is refused next
-    known = options_of(find("loss", name) if isinstance(name, str) else name)
-    for option, value in options.items():
-        if option not in known:
-            all_known = {*options_of(SmoothChamferLoss), *known}
-            advice = scale_advice(option, value, known) or unknown_name("option", option, all_known)
-            raise UserError(f"loss 'smooth_chamfer', base {name!r}: {advice}")
+    factory = find("loss", name) if isinstance(name, str) else name
+    all_known = [*options_of(SmoothChamferLoss), *options_of(factory)]
+    if reason := wrong_option(factory, options, all_known):
+        raise UserError(f"loss 'smooth_chamfer', base {name!r}: {reason}")

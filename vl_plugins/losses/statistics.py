@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from vl_plugins import engine
-from vl_plugins.losses.batch import Direction
-from vl_plugins.losses.paths import hardest, numbers_of_negatives, similarities_of, soft_maximum
+from vl_plugins.engine import Comparison
+from vl_plugins.losses.matrix import hardest, matrix_of, soft_maximum, summary_of_negatives
 
 __all__ = ["STATISTICS", "forget_statistics", "record_statistics"]
 
@@ -34,48 +34,41 @@ def forget_statistics(loss: Any) -> None:
 
 
 @torch.no_grad()
-def record_statistics(loss: Any, direction: Direction, numbers: dict[str, Any]) -> None:
+def record_statistics(loss: Any, comparison: Comparison, numbers: dict[str, Any], dtype: torch.dtype | None) -> None:
     """Set the statistics of a call as attributes of the loss."""
-    positive, negative = _compared(loss, direction, numbers)
+    positive, negative = _compared(loss, comparison, numbers, dtype)
     has_negative = negative > -torch.inf
-    numbers_of_pairs = numbers | direction.pair_numbers
-    margin = numbers_of_pairs.get("margin", getattr(loss, "margin_in_use", 0.0))
-    is_active = (margin + negative > positive) & has_negative
-    count = has_negative.sum().clamp(min=1)
-    loss.mean_positive = positive.sum() / max(1, len(positive))
-    loss.mean_negative = negative.masked_fill(~has_negative, 0).sum() / count
-    loss.active_pairs = is_active.sum() / max(1, len(positive))
-    scale = numbers_of_pairs.get("scale", 1.0)
-    loss.scale_in_use = scale.detach().mean() if isinstance(scale, Tensor) else positive.new_full((), scale)
-    loss.known_positives_left_out = _left_out(direction)
+    numbers = numbers | comparison.numbers
+    is_active = (numbers.get("margin", loss.margin_in_use) + negative > positive) & has_negative
+    pairs = max(1, len(positive))
+    scale = numbers.get("scale", 1.0)
+    loss.mean_positive = positive.sum() / pairs
+    loss.mean_negative = negative.masked_fill(~has_negative, 0).sum() / has_negative.sum().clamp(min=1)
+    loss.active_pairs = is_active.sum() / pairs
+    loss.scale_in_use = torch.as_tensor(scale, device=positive.device).detach().mean()
+    loss.known_positives_left_out = positive.new_zeros(())
+    if comparison.known is not None:
+        _, negative_mask = comparison.masks()
+        copies = 0 if comparison.copies is None else len(comparison.copies)
+        left_out = negative_mask.numel() - len(positive) - copies - negative_mask.sum()
+        loss.known_positives_left_out = left_out / max(1, negative_mask.numel())
 
 
-def _compared(loss: Any, direction: Direction, numbers: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _compared(
+    loss: Any, comparison: Comparison, numbers: dict[str, Any], dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
     """Return the similarities of the positive pairs and of their anchors' negatives, (M,) each."""
-    positives, of_negatives = direction.positives, type(loss).of_negatives
-    x, y, excluded = direction.anchors, direction.candidates, direction.excluded
-    options: dict[str, Any] = {"normalize": getattr(loss.distance, "normalize_embeddings", True), "anchor_columns": 0}
-    if len(positives.rows) == 0:
-        return x.new_zeros(0), x.new_zeros(0)
+    pairs, of_negatives = comparison.positives, type(loss).of_negatives
+    comparison = comparison._replace(anchor_columns=0)
+    if len(pairs.rows) == 0:
+        return comparison.anchors.new_zeros(0), comparison.anchors.new_zeros(0)
+    how: dict[str, Any] = {"normalize": getattr(loss.distance, "normalize_embeddings", True), "dtype": dtype}
     if loss.is_plain() and of_negatives is hardest:
-        maxima = engine.maxima(x, y, positives, excluded, **options)
+        maxima = engine.maxima(comparison, **how)
     elif loss.is_plain() and of_negatives is soft_maximum:
-        maxima = engine.soft_maxima(x, y, positives, excluded, numbers["scale"], tiled=True, **options)
+        maxima = engine.soft_maxima(comparison, numbers["scale"], tiled=True, **how)
     else:
-        similarities = similarities_of(loss, direction)
-        of_rows = numbers_of_negatives(loss, similarities, direction.masks()[1], numbers)
-        return similarities[positives.rows, positives.columns], of_rows[positives.rows]
-    return maxima.positive, maxima.of_rows[positives.rows]
-
-
-def _left_out(direction: Direction) -> Tensor:
-    """Return the share of all pairs that are neither positive nor negative because they share an id."""
-    by_ids = [excluded for excluded in direction.excluded if not excluded.are_copies]
-    if not by_ids:
-        return direction.anchors.new_zeros(())
-    positive, negative = direction.masks()
-    is_left_out = ~(positive | negative)
-    for excluded in direction.excluded:
-        if excluded.are_copies:
-            is_left_out &= ~excluded.mask(direction.shape)
-    return is_left_out.sum() / max(1, is_left_out.numel())
+        similarities = matrix_of(loss, comparison.anchors, comparison.candidates, dtype)
+        summary = summary_of_negatives(loss, similarities, comparison.masks()[1], numbers)
+        return similarities[pairs.rows, pairs.columns], summary[pairs.rows]
+    return maxima.positive, maxima.of_pairs(comparison)

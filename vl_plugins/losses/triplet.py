@@ -73,8 +73,10 @@ class TripletSHLoss(PairLoss):
         self.margin = number("margin", margin, least=0)
         self.add_to_recordable_attributes(name="margin")
 
-    def matrix_losses(self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor) -> Tensor:
-        rows, columns = positive_mask.nonzero(as_tuple=True)
+    def matrix_losses(
+        self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, pairs: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        rows, columns = pairs
         violations = (self.margin + similarities[rows] - similarities[rows, columns][:, None]).relu()  # (M, C)
         return violations.masked_fill(~negative_mask[rows], 0).sum(dim=1)
 

@@ -98,9 +98,15 @@ class UnifiedLoss(ScaledLoss):
         return softplus(exponent, threshold=60) / scale  # exact in float64 beyond 60
 
     def matrix_losses(
-        self, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, scale: Any, margin: Any
+        self,
+        similarities: Tensor,
+        positive_mask: Tensor,
+        negative_mask: Tensor,
+        pairs: tuple[Tensor, Tensor],
+        scale: Any,
+        margin: Any,
     ) -> Tensor:
-        rows, columns = positive_mask.nonzero(as_tuple=True)
+        rows, columns = pairs
         positive = similarities[rows, columns]
         if self.positive_weight is not None:
             positive = self.positive_weight(positive) * positive

@@ -9,14 +9,13 @@ from torch import Tensor
 
 from vl_plugins.distributed import gathering, gathers
 from vl_plugins.errors import number
-from vl_plugins.losses.batch import as_number
 from vl_plugins.losses.statistics import forget_statistics
 from vl_plugins.numerics import eager
 
 __all__ = ["Warmup"]
 
 # Attributes taken from the loss after the warm-up, and attributes taken from the loss of the next call.
-OF_THEN = frozenset(["distance", "reducer", "embedding_regularizer", "processes", "scale"])
+OF_THEN = frozenset(["distance", "reducer", "embedding_regularizer", "scale"])
 OF_CALL = frozenset(["symmetric", "known_positives"])
 
 
@@ -49,18 +48,15 @@ class Warmup(BaseMetricLossFunction):
                 raise TypeError(f"Warmup takes two losses, got {loss!r}; create_loss makes one by its name")
         # Not the base class's: distance, reducer and embedding regularizer are those of the losses.
         ModuleWithRecords.__init__(self, then.collect_stats)
-        self.first, self.then = first, then
-        self._check_gathering()
-        self.steps = number("steps", steps, least=0, kind=int)
-        self.step = 0
-        self.add_to_recordable_attributes(name="steps")
-
-    def _check_gathering(self) -> None:
-        if gathers(self.first) != gathers(self.then):
+        if gathers(first) != gathers(then):
             raise ValueError(
                 "gather_across_devices is given to one loss of the warm-up only: give it to both, or set "
                 "Warmup(...).gather_across_devices"
             )
+        self.first, self.then = first, then
+        self.steps = number("steps", steps, least=0, kind=int)
+        self.step = 0
+        self.add_to_recordable_attributes(name="steps")
 
     def __getattr__(self, name: str) -> Any:
         if name in OF_THEN:
@@ -104,7 +100,6 @@ class Warmup(BaseMetricLossFunction):
         ref_labels: Any = None,
         **options: Any,
     ) -> Any:
-        self._check_gathering()
         if ref_labels is labels and isinstance(labels, Tensor) and ref_emb is not None and ref_emb is not embeddings:
             ref_labels = labels.clone()  # for pytorch-metric-learning, one object with both names means one set
         sides = embeddings, labels, indices_tuple, ref_emb, ref_labels
@@ -127,7 +122,7 @@ class Warmup(BaseMetricLossFunction):
             return value  # of a DoNothingReducer
         for parameter in idle.parameters():
             if parameter.requires_grad:
-                value = value + 0 * parameter.sum()
+                value = value + (0 * parameter).sum()
         return value
 
     @property
@@ -141,21 +136,20 @@ class Warmup(BaseMetricLossFunction):
 
     def _options_of_call(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the options that the loss of this call takes: one of the two may have a scale, the other none."""
+        self.check_numbers(options)  # of both losses now, not in the call after the warm-up
         own = getattr(self.loss, "numbers", ())
         options_of_loss = {}
         for name, value in options.items():
             if name in own or name not in self.numbers:
                 options_of_loss[name] = value
-            if self.is_warming_up and value is not None and name in getattr(self.then, "numbers", ()):
-                self.then.check_number(name, as_number(value))  # now, not in the call after the warm-up
         return options_of_loss
 
-    def check_number(self, name: str, value: Any) -> Any:
-        """Return a number of the call as both losses take it; raise ``ValueError`` if it is out of its range."""
+    def check_numbers(self, numbers: dict[str, Any]) -> None:
+        """Raise ``ValueError`` for numbers that a call of either loss would refuse."""
         for loss in (self.first, self.then):
-            if name in getattr(loss, "numbers", ()):
-                value = loss.check_number(name, value)
-        return value
+            own = {name: value for name, value in numbers.items() if name in getattr(loss, "numbers", ())}
+            if own:
+                loss.check_numbers(own)
 
     def _counts(self) -> bool:
         return self.training and torch.is_grad_enabled()
@@ -169,10 +163,11 @@ class Warmup(BaseMetricLossFunction):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if prefix + "training_calls" in state_dict:  # until version 0.2
             state_dict[prefix + "_extra_state"] = state_dict.pop(prefix + "training_calls")
-        # Until version 0.3 the parameters were those of one loss, which had the warm-up.
+        # Until version 0.3 the parameters were those of one loss, which had the warm-up. A subclass may have its own.
+        own = {"_extra_state", *self._parameters, *self._buffers}
         for key in [key for key in state_dict if key.startswith(prefix)]:
             name = key.removeprefix(prefix)
-            if name != "_extra_state" and not name.startswith(("first.", "then.")):
+            if name not in own and name.partition(".")[0] not in self._modules:
                 value = state_dict.pop(key)
                 state_dict |= {f"{prefix}first.{name}": value, f"{prefix}then.{name}": value}
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -9,13 +9,15 @@ from pytorch_metric_learning import losses
 from pytorch_metric_learning.miners import BatchEasyHardMiner
 from torch import Tensor
 
-from vl_plugins.distributed import first_label, gathering, gathers
+from vl_plugins.distributed import first_label, gathering, gathers, processes_of
 from vl_plugins.losses.base import PairLoss
-from vl_plugins.numerics import NO_ID, as_ids, as_labels, check_loss, check_tensors, fill_at, full_precision
+from vl_plugins.numerics import NO_ID, check_loss, checked_rows, fill_at, full_precision_call
 
 __all__ = ["CrossBatchMemory", "SelfSupervisedLoss"]
 
 
+# What is saved of a queue.
+QUEUE = ("embedding_memory", "label_memory", "id_memory")
 # Arguments that a call of a loss takes, but a call of a queue does not.
 REFUSED = ("negatives", "negative_ids", "confidence", "symmetric", "copies", "ref_emb", "ref_labels")
 
@@ -53,12 +55,9 @@ class CrossBatchMemory(losses.CrossBatchMemory):
     (tensor(0.), tensor(1.2000))
     """
 
-    # Buffers of pytorch-metric-learning.
     embedding_memory: Tensor
     label_memory: Tensor
-    curr_batch_idx: Tensor
-    # Ours: ids of the contents, -1 where none was given.
-    id_memory: Tensor
+    id_memory: Tensor  # ids of the contents, -1 where none was given
 
     @classmethod
     def check_loss_support(cls, loss_name: str) -> None:
@@ -67,11 +66,6 @@ class CrossBatchMemory(losses.CrossBatchMemory):
     def __init__(self, loss: Any, embedding_size: int, memory_size: int = 1024, miner: Any = None, **kwargs: Any):
         check_loss(loss)
         super().__init__(loss, embedding_size, memory_size, miner, **kwargs)
-        self._check_gathering()
-
-    def _check_gathering(self) -> None:
-        if gathers(self):
-            raise ValueError("the queue is that of one process: create the loss without gather_across_devices")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "gather_across_devices":
@@ -97,64 +91,65 @@ class CrossBatchMemory(losses.CrossBatchMemory):
                 queue keeps them.
             numbers: others of the loss's call, such as ``scale``.
         """
-        self._check_gathering()
-        check_tensors(embeddings=embeddings)
-        if embeddings.shape[1:] != (self.embedding_size,):
-            raise ValueError(f"embeddings must be (B, {self.embedding_size}), got {tuple(embeddings.shape)}")
+        if gathers(self):
+            raise ValueError("the queue is that of one process: create the loss without gather_across_devices")
         for name, value in numbers.items():
             is_of_candidates = name != "matching_ids" and math.prod(np.shape(value)) > 1
             if name in REFUSED or is_of_candidates:
                 raise ValueError(f"CrossBatchMemory takes no {name}: the embeddings in its queue are the candidates")
-        labels = as_labels("labels", labels, embeddings)
-        if enqueue_mask is not None:
-            check_tensors(enqueue_mask=enqueue_mask)
-        if enqueue_mask is not None and (enqueue_mask.dtype != torch.bool or enqueue_mask.shape != labels.shape):
-            shapes = tuple(labels.shape), tuple(enqueue_mask.shape)
-            raise ValueError(f"enqueue_mask must be torch.bool {shapes[0]}, got {enqueue_mask.dtype} {shapes[1]}")
-        queued = len(labels)
-        if enqueue_mask is not None:
-            queued = int(enqueue_mask.sum())
-        if queued > self.memory_size:
-            raise ValueError(f"memory_size must be at least the number of embeddings, {queued}, got {self.memory_size}")
-        (embeddings,) = full_precision(embeddings)
         by_labels = self.miner is None and indices_tuple is None and isinstance(self.loss, PairLoss)
         if not by_labels and (ref_ids is not None or numbers):
             names = ", ".join(numbers) or "ref_ids"
             kind = type(self.loss).__name__
             raise ValueError(f"{names} cannot be given with a miner or its pairs, nor with a queue for {kind}")
-        with torch.autocast(embeddings.device.type, enabled=False):
+        matching_ids = numbers.pop("matching_ids", None)
+        call = {"embeddings": embeddings, "labels": labels, "ref_ids": ref_ids, "matching_ids": matching_ids}
+        with full_precision_call(embeddings=embeddings):
+            rows = self._checked_rows(call, enqueue_mask)
             if by_labels:
-                return self._loss_by_labels(embeddings, labels, enqueue_mask, ref_ids, numbers)
-            return super().forward(embeddings, labels, indices_tuple, enqueue_mask)
+                return self._loss_by_labels(rows, enqueue_mask, numbers)
+            return super().forward(rows["embeddings"], rows["labels"], indices_tuple, enqueue_mask)
 
-    def _loss_by_labels(
-        self, embeddings: Tensor, labels: Tensor, enqueue_mask: Tensor | None, ref_ids: Any, numbers: dict[str, Any]
-    ) -> Any:
+    def _checked_rows(self, call: dict[str, Any], enqueue_mask: Any) -> dict[str, Any]:
+        """Return the rows of a call; raise ``ValueError`` before anything is queued."""
+        rows = checked_rows(call)
+        embeddings = rows["embeddings"]
+        if rows["labels"] is None:
+            raise ValueError("labels must be given with the embeddings: they say what belongs together in the queue")
+        if embeddings.shape[1] != self.embedding_size:
+            raise ValueError(f"embeddings must be (B, {self.embedding_size}), got {tuple(embeddings.shape)}")
+        if rows["matching_ids"] is not None and rows["ref_ids"] is None and not self.has_ids:
+            raise ValueError("matching_ids need ref_ids, the ids of the embeddings")
+        queued = len(embeddings)
+        if enqueue_mask is not None:
+            if enqueue_mask.dtype != torch.bool or enqueue_mask.shape != embeddings.shape[:1]:
+                shapes = tuple(embeddings.shape[:1]), tuple(enqueue_mask.shape)
+                raise ValueError(f"enqueue_mask must be torch.bool {shapes[0]}, got {enqueue_mask.dtype} {shapes[1]}")
+            queued = int(enqueue_mask.sum())
+        if queued > self.memory_size:
+            raise ValueError(f"memory_size must be at least the number of embeddings, {queued}, got {self.memory_size}")
+        return rows
+
+    def _loss_by_labels(self, rows: dict[str, Any], enqueue_mask: Tensor | None, numbers: dict[str, Any]) -> Any:
         """Compare the batch with the queue by labels, without a list of all their pairs."""
         self.reset_stats()
-        ids = as_ids("ref_ids", ref_ids, embeddings)
-        matching_ids = as_ids("matching_ids", numbers.pop("matching_ids", None), embeddings, dimensions=2)
-        if matching_ids is not None and ids is None and not self.has_ids:
-            raise ValueError("matching_ids need ref_ids, the ids of the embeddings")
         self.loss.check_numbers(numbers)
-        anchors, anchor_labels = embeddings, labels
+        anchors = queued = rows
         if enqueue_mask is not None:
-            anchors, anchor_labels = embeddings[~enqueue_mask], labels[~enqueue_mask]
-            if matching_ids is not None:
-                matching_ids = matching_ids[~enqueue_mask]
-            if ids is not None:  # those of the anchors are in no queue
-                own_ids = ids[~enqueue_mask, None]
-                matching_ids = own_ids if matching_ids is None else torch.cat([matching_ids, own_ids], dim=1)
-                ids = ids[enqueue_mask]
-            embeddings, labels = embeddings[enqueue_mask], labels[enqueue_mask]
-        queue, queue_labels, queue_ids = self._queue_with(embeddings, labels, ids)
+            anchors, queued = rows_at(~enqueue_mask, rows), rows_at(enqueue_mask, rows)
+            if anchors["ref_ids"] is not None:  # those of the anchors are in no queue
+                own_ids = anchors["ref_ids"][:, None]
+                if anchors["matching_ids"] is not None:
+                    own_ids = torch.cat([anchors["matching_ids"], own_ids], dim=1)
+                anchors["matching_ids"] = own_ids
+        queue, queue_labels, queue_ids = self._queue_with(queued["embeddings"], queued["labels"], queued["ref_ids"])
         return self.loss(
-            anchors,
-            anchor_labels,
+            anchors["embeddings"],
+            anchors["labels"],
             ref_emb=queue,
             ref_labels=queue_labels,
             ref_ids=queue_ids,
-            matching_ids=matching_ids,
+            matching_ids=anchors["matching_ids"],
             symmetric=False,
             copies=self.curr_batch_idx if enqueue_mask is None else None,
             **numbers,
@@ -175,9 +170,13 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         return self.embedding_memory[:length].clone(), self.label_memory[:length].clone(), queue_ids
 
     def reset_queue(self) -> None:
-        super().reset_queue()
-        self.register_buffer("id_memory", torch.full((self.memory_size,), NO_ID))
-        self.has_ids = False
+        # Not buffers, which DistributedDataParallel would copy from the first process to all others. Each process has
+        # its own queue.
+        self.embedding_memory = torch.zeros(self.memory_size, self.embedding_size)
+        self.label_memory = torch.zeros(self.memory_size, dtype=torch.long)
+        self.id_memory = torch.full((self.memory_size,), NO_ID)
+        self.curr_batch_idx = torch.zeros(0, dtype=torch.long)
+        self.queue_idx, self.has_been_filled, self.has_ids = 0, False, False
 
     def add_to_memory(self, embeddings: Tensor, labels: Tensor, batch_size: int) -> None:
         self.id_memory = self.id_memory.to(labels.device)
@@ -213,9 +212,25 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         self.queue_idx, self.has_been_filled = state["queue_idx"], state["has_been_filled"]
         self.has_ids = state.get("has_ids", False)
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in QUEUE:
+            destination[prefix + name] = getattr(self, name)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        state_dict.setdefault(prefix + "id_memory", torch.full_like(self.id_memory, NO_ID))  # until version 0.3
+        self.id_memory = torch.full_like(self.id_memory, NO_ID)  # until version 0.3 there was none
+        for name in QUEUE:
+            if prefix + name in state_dict:
+                setattr(self, name, state_dict.pop(prefix + name).clone())
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def rows_at(mask: Tensor, rows: dict[str, Any]) -> dict[str, Any]:
+    """Return some of the rows of a call."""
+    selected = {}
+    for name, value in rows.items():
+        selected[name] = None if value is None else value[mask]
+    return selected
 
 
 class SelfSupervisedLoss(losses.SelfSupervisedLoss):
@@ -255,10 +270,8 @@ class SelfSupervisedLoss(losses.SelfSupervisedLoss):
         if embeddings.shape != ref_emb.shape:
             shapes = f"{tuple(embeddings.shape)} and {tuple(ref_emb.shape)}"
             raise ValueError(f"embeddings and ref_emb must have the same shape, got {shapes}")
-        if not gathers(self):
-            return super().forward(embeddings, ref_emb)
         # The base class's labels would be the same in every process.
-        labels = torch.arange(len(embeddings), device=embeddings.device) + first_label(self.loss.processes.rank)
+        labels = torch.arange(len(embeddings), device=embeddings.device) + first_label(processes_of(self.loss).rank)
         if self.symmetric:
             return self.loss(torch.cat([embeddings, ref_emb]), torch.cat([labels, labels]))
         return self.loss(embeddings, labels, ref_emb=ref_emb, ref_labels=labels.clone())

@@ -1,0 +1,270 @@
+"""Losses of positive pairs by a matrix of similarities: the whole matrix, its blocks of rows, or a miner's choice."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from vl_plugins.engine import Comparison, Pairs, matrix_maximum, similarities_of, unit_vectors
+from vl_plugins.losses.batch import Batch, numbers_of_pairs
+
+__all__ = [
+    "PairLosses",
+    "check_result",
+    "hardest",
+    "losses_of_blocks",
+    "losses_of_hooks",
+    "losses_of_indices",
+    "losses_of_matrix",
+    "losses_of_rows",
+    "matrix_of",
+    "soft_maximum",
+    "summary_of_negatives",
+]
+
+Numbers = dict[str, Any]
+
+
+class PairLosses(NamedTuple):
+    """The losses of positive pairs or triplets.
+
+    Attributes:
+        values: (M,).
+        indices: of both sides, or of the three, (M,) each.
+        unpaired: what rows without a positive pair add to the sum of all losses; None for nothing.
+    """
+
+    values: Tensor
+    indices: tuple[Tensor, ...]
+    unpaired: Tensor | None = None
+
+
+def hardest(loss: Any, similarities: Tensor, negative_mask: Tensor, **numbers: Any) -> Tensor:
+    """Return the similarity of each anchor's hardest negative, (A,); -inf without any."""
+    return matrix_maximum(similarities, negative_mask)
+
+
+def soft_maximum(loss: Any, similarities: Tensor, negative_mask: Tensor, scale: Any, **numbers: Any) -> Tensor:
+    """Return ``log(sum(exp(scale * s))) / scale`` of each anchor's negatives, (A,); -inf without any."""
+    return matrix_maximum(similarities, negative_mask, scale)
+
+
+def matrix_of(loss: Any, x: Tensor, y: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return the similarities of all pairs, (A, C), larger is closer."""
+    if loss.is_plain():
+        return similarities_of(x, y, loss.distance.normalize_embeddings, dtype)
+    distances: Tensor = loss.distance(x, y)
+    return distances if loss.distance.is_inverted else -distances
+
+
+def losses_of_matrix(
+    loss: Any,
+    similarities: Tensor,
+    masks: tuple[Tensor, Tensor],
+    pairs: Pairs,
+    numbers: Numbers,
+    pair_numbers: Numbers,
+    anchor_columns: int,
+) -> PairLosses:
+    """Return the losses of the positive pairs, those of both directions added up where columns are anchors too.
+
+    Args:
+        loss: a :class:`~vl_plugins.losses.PairLoss`.
+        similarities: (A, C).
+        masks: of the positive pairs and of the negative ones, (A, C) each.
+        pairs: the M places of the positive pairs.
+        numbers, pair_numbers: of the call; the latter (M,).
+        anchor_columns: the first so many columns are anchors too; 0 for none.
+    """
+    indices = pairs.rows, pairs.columns
+    if pairs.rows.shape[0] == 0 and not loss.counts_unpaired_rows:
+        return PairLosses(similarities.new_zeros(0), indices)
+    losses, unpaired = losses_of_rows(loss, similarities, *masks, pairs, numbers | pair_numbers)
+    if anchor_columns == 0:
+        return PairLosses(losses, indices, unpaired)
+    turned = []
+    for matrix in (similarities, *masks):
+        turned.append(matrix[:, :anchor_columns].T)
+    back, order = pairs.transposed()
+    losses_back, unpaired_back = losses_of_rows(loss, *turned, back, numbers | numbers_of_pairs(pair_numbers, order))
+    return PairLosses(losses.index_add(0, order, losses_back), indices, _sum(unpaired, unpaired_back))
+
+
+def losses_of_rows(
+    loss: Any, similarities: Tensor, positive_mask: Tensor, negative_mask: Tensor, pairs: Pairs, numbers: Numbers
+) -> tuple[Tensor, Tensor | None]:
+    """Return the losses of the positive pairs with rows as anchors, (M,), and what rows without a positive add."""
+    if not loss.has_matrix_losses:
+        return losses_of_hooks(loss, similarities, negative_mask, pairs, numbers), None
+    if loss.takes_pairs:
+        numbers = numbers | {"pairs": (pairs.rows, pairs.columns)}
+    losses, unpaired = loss.matrix_losses(similarities, positive_mask, negative_mask, **numbers), None
+    if loss.counts_unpaired_rows:
+        losses, unpaired = losses
+    check_result(loss, "matrix_losses", losses, pairs.rows.shape[0])
+    return losses, unpaired
+
+
+def losses_of_hooks(loss: Any, similarities: Tensor, negative_mask: Tensor, pairs: Pairs, numbers: Numbers) -> Tensor:
+    """Return the losses of the positive pairs by ``of_negatives`` and ``of_pairs``, without synchronizing the GPU."""
+    numbers_of_all = {}
+    for name, value in numbers.items():
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            numbers_of_all[name] = value
+    negative = summary_of_negatives(loss, similarities, negative_mask, numbers_of_all)
+    positive = similarities[pairs.rows, pairs.columns]
+    losses: Tensor = loss.losses_of_pairs(positive, negative[pairs.rows], numbers)
+    return losses
+
+
+def summary_of_negatives(loss: Any, similarities: Tensor, negative_mask: Tensor, numbers: Numbers) -> Tensor:
+    """Return one number of each anchor's negatives, (A,); -inf for an anchor without any.
+
+    For such an anchor, a custom ``of_negatives`` gets all candidates instead: given none, it might return infinity,
+    with a gradient of NaN.
+    """
+    of_negatives = type(loss).of_negatives
+    if of_negatives in (hardest, soft_maximum):
+        summary: Tensor = of_negatives(loss, similarities, negative_mask, **numbers)
+        return summary
+    has_negatives = negative_mask.any(dim=1)
+    summary = loss.of_negatives(similarities, negative_mask | ~has_negatives[:, None], **numbers)
+    check_result(loss, "of_negatives", summary, len(has_negatives), "number for each anchor")
+    return summary.masked_fill(~has_negatives, -torch.inf)
+
+
+def check_result(
+    loss: Any, hook: str, result: Any, size: int, expected: str = "loss of each positive pair or triplet"
+) -> None:
+    """Raise ``ValueError`` for what a hook returns if it is not of the right shape, such as a mean."""
+    if isinstance(result, Tensor) and result.shape == (size,) and result.is_floating_point():
+        return
+    got = type(result).__name__
+    if isinstance(result, Tensor):
+        got = f"{tuple(result.shape)} of {result.dtype}"
+    raise ValueError(f"{hook} of {type(loss).__name__} must return one {expected}, ({size},), got {got}")
+
+
+def losses_of_blocks(loss: Any, comparison: Comparison, numbers: Numbers, dtype: torch.dtype | None) -> PairLosses:
+    """Return the losses by blocks of rows of the matrix, which are computed again for the gradients."""
+    pairs, columns = comparison.positives, comparison.anchor_columns
+    normalize = loss.distance.normalize_embeddings
+    if normalize and dtype is None:  # once, not in each block
+        normalize = False
+        units = unit_vectors(comparison.anchors), unit_vectors(comparison.candidates)
+        comparison = comparison._replace(anchors=units[0], candidates=units[1])
+    how = normalize, dtype
+    losses, unpaired = _losses_of_blocks(loss, comparison, numbers, how)
+    if columns > 0:
+        back, order = pairs.transposed()
+        known = comparison.known
+        if known is not None:
+            known = known.transposed(columns)
+        turned = Comparison(comparison.candidates[:columns], comparison.anchors, back, known=known)
+        turned = turned._replace(numbers=numbers_of_pairs(comparison.numbers, order))
+        losses_back, unpaired_back = _losses_of_blocks(loss, turned, numbers, how)
+        losses, unpaired = losses.index_add(0, order, losses_back), _sum(unpaired, unpaired_back)
+    return PairLosses(losses, (pairs.rows, pairs.columns), unpaired)
+
+
+def _losses_of_blocks(
+    loss: Any, comparison: Comparison, numbers: Numbers, how: tuple[bool, torch.dtype | None]
+) -> tuple[Tensor, Tensor | None]:
+    losses: list[Tensor] = []
+    unpaired: Tensor | None = None
+    first_pair = 0
+    for rows, pairs in comparison.blocks():
+        last_pair = first_pair + pairs.rows.shape[0]
+        numbers_of_block = dict(numbers)
+        for name, values in comparison.numbers.items():
+            numbers_of_block[name] = values[first_pair:last_pair]
+        if last_pair > first_pair or loss.counts_unpaired_rows:
+            block = comparison.block(rows, pairs)
+            # Checkpoint draws the same random numbers again, if a loss draws any.
+            losses_of_block, unpaired_of_block = checkpoint(
+                _losses_of_block, loss, block, numbers_of_block, how, use_reentrant=False
+            )
+            losses.append(losses_of_block)
+            unpaired = _sum(unpaired, unpaired_of_block)
+        first_pair = last_pair
+    return torch.cat(losses), unpaired
+
+
+def _losses_of_block(
+    loss: Any, block: Comparison, numbers: Numbers, how: tuple[bool, torch.dtype | None]
+) -> tuple[Tensor, Tensor | None]:
+    similarities = similarities_of(block.anchors, block.candidates, *how)
+    return losses_of_rows(loss, similarities, *block.masks(), block.positives, numbers)
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
+
+
+# A miner's choice
+
+
+def losses_of_indices(
+    loss: Any, batch: Batch, indices_tuple: tuple[Any, ...], both: bool, numbers: Numbers, dtype: torch.dtype | None
+) -> PairLosses:
+    """Return the losses of a miner's pairs or triplets, without the negatives that are known positives."""
+    if loss.tiled:
+        raise ValueError("tiled=True needs labels, not an indices_tuple")
+    if batch.negatives is not None:
+        raise ValueError("negatives cannot be given with an indices_tuple, which says what the negatives are")
+    indices = _checked_indices(indices_tuple, batch.embeddings.device)
+    similarities = matrix_of(loss, batch.embeddings, batch.ref_emb, dtype)
+    is_known = None
+    if batch.ref_ids is not None:
+        is_known = batch.known_mask(Pairs(indices[0], indices[1]))
+    if len(indices) == 3 and loss.takes_triplets:
+        if both:
+            raise ValueError("symmetric=True is not possible with triplets, whose anchors are those of the miner")
+        return _losses_of_triplets(loss, similarities, indices, is_known, numbers, batch.numbers)
+    shape = similarities.shape
+    positive_mask = Pairs(indices[0], indices[1]).mask(shape)
+    negative_mask = Pairs(indices[0] if len(indices) == 3 else indices[2], indices[-1]).mask(shape)
+    if is_known is not None:
+        negative_mask &= ~is_known
+    pairs = Pairs.of_mask(positive_mask)
+    pair_numbers = numbers_of_pairs(batch.numbers, pairs.columns)
+    columns = shape[1] if both else 0
+    return losses_of_matrix(loss, similarities, (positive_mask, negative_mask), pairs, numbers, pair_numbers, columns)
+
+
+def _losses_of_triplets(
+    loss: Any,
+    similarities: Tensor,
+    triplets: tuple[Tensor, ...],
+    is_known: Tensor | None,
+    numbers: Numbers,
+    caption_numbers: Numbers,
+) -> PairLosses:
+    """Return the losses of a miner's triplets, each with its own negative."""
+    anchors, positives, negatives = triplets
+    if is_known is not None:
+        is_negative = ~is_known[anchors, negatives]
+        anchors, positives, negatives = anchors[is_negative], positives[is_negative], negatives[is_negative]
+    losses = similarities.new_zeros(0)
+    if len(anchors) > 0:
+        numbers = numbers | numbers_of_pairs(caption_numbers, positives)
+        losses = loss.triplet_losses(similarities, anchors, positives, negatives, **numbers)
+        check_result(loss, "triplet_losses", losses, len(anchors))
+    return PairLosses(losses, (anchors, positives, negatives))
+
+
+def _checked_indices(indices_tuple: tuple[Any, ...], device: torch.device) -> tuple[Tensor, ...]:
+    """Return a miner's indices as tensors; raise ``ValueError`` for pairs or triplets whose parts do not fit."""
+    indices, lengths = [], []
+    for places in indices_tuple:
+        indices.append(torch.as_tensor(places, device=device))
+        lengths.append(len(indices[-1]))
+    if lengths[0] != lengths[1] or lengths[-1] != lengths[-2]:
+        raise ValueError(f"indices_tuple must have equally many anchors and others, got {lengths}")
+    for places in indices:
+        if device.type == "cpu" and len(places) > 0 and places.min() < 0:  # elsewhere the host would wait
+            raise ValueError(f"indices_tuple must be indices of rows, got {places.min().item()}")
+    return tuple(indices)
