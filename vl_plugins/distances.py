@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from vl_plugins.engine import LEAST_NORM, MATRIX_BYTES, block_rows, product, unit_vectors
+from vl_plugins.engine import LEAST_NORM, MATRIX_BYTES, UnitVectors, block_rows, product, unit_vectors
 from vl_plugins.errors import number
 from vl_plugins.numerics import full_precision, type_of_products
 
@@ -192,7 +192,7 @@ class SetDistance(BaseDistance):
     def _elements(self, sets: Tensor) -> "Elements":
         if sets.shape[1] == 0:
             sets = functional.pad(sets, (0, 0, 0, 1))  # because a maximum needs an element
-        units, norms = UnitElements.apply(sets)
+        units, norms = UnitVectors.apply(sets)
         absent = (norms < LEAST_NORM).to(sets.dtype).squeeze(2)
         sizes = sets.shape[1] - absent.sum(1, keepdim=True)
         if self.normalize_embeddings:
@@ -237,31 +237,6 @@ class Elements(NamedTuple):
             yield Elements(*tensors)
 
 
-class UnitElements(torch.autograd.Function):
-    """Vectors (..., D) divided by their norms, as torch's ``normalize`` in fewer steps, and the norms (..., 1).
-
-    The norms are constants: no gradient passes through them.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        norms = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
-        units = vectors / norms.clamp(min=LEAST_NORM)
-        ctx.save_for_backward(vectors, units)
-        ctx.mark_non_differentiable(norms)
-        ctx.set_materialize_grads(False)
-        return units, norms
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _: None) -> Tensor | None:
-        if grad is None:
-            return None
-        vectors, units = ctx.saved_tensors
-        # Computed again, for second derivatives.
-        norms = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp(min=LEAST_NORM)
-        return torch.addcmul(grad, units, (grad * units).sum(-1, keepdim=True), value=-1) / norms
-
-
 class ChamferSimilarity(SetDistance):
     r"""Chamfer similarity of sets: each element and the closest of the other set. Ties share the gradient.
 
@@ -278,7 +253,11 @@ class ChamferSimilarity(SetDistance):
     """
 
     def formula(self, cosines: Tensor, weights: Tensor, ref_weights: Tensor) -> Tensor:
-        return ((self.maximum(cosines, 2) * weights).sum(1) + (self.maximum(cosines, 1) * ref_weights).sum(1)) / 2
+        return self.both_sides(cosines, weights, ref_weights) / 2
+
+    def both_sides(self, cosines: Tensor, weights: Tensor, ref_weights: Tensor) -> Tensor:
+        """Return the mean maximum of the elements of either set, added up."""
+        return (self.maximum(cosines, 2) * weights).sum(1) + (self.maximum(cosines, 1) * ref_weights).sum(1)
 
     def maximum(self, cosines: Tensor, dim: int) -> Tensor:
         """Return the (soft) maximum of cosines (a, K1, K2, C) over one dimension."""
@@ -313,7 +292,7 @@ class SmoothChamferSimilarity(ChamferSimilarity):
         self.add_to_recordable_attributes(name="alpha")
 
     def formula(self, cosines: Tensor, weights: Tensor, ref_weights: Tensor) -> Tensor:
-        return super().formula(self.alpha * cosines, weights, ref_weights) / self.alpha
+        return self.both_sides(self.alpha * cosines, weights, ref_weights) / (2 * self.alpha)
 
     def maximum(self, cosines: Tensor, dim: int) -> Tensor:
         return cosines.logsumexp(dim)

@@ -104,7 +104,11 @@ class Processes:
         return total
 
     def gather_rows(
-        self, tensors: dict[str, Any], equal: dict[str, Any] | None = None, settings: tuple[str, ...] = ()
+        self,
+        tensors: dict[str, Any],
+        equal: dict[str, Any] | None = None,
+        settings: tuple[str, ...] = (),
+        uses_all: bool = False,
     ) -> tuple[dict[str, Any], dict[str, list[int]]]:
         """Return the rows of all processes in rank order, and how many each process has, both by name.
 
@@ -115,6 +119,8 @@ class Processes:
             tensors: (n, ...) by name, or None; n may differ between processes, and so may M of ids (n, M).
             equal: numbers by name, or 0-D tensors, that must be equal in all processes.
             settings: words that must be equal too.
+            uses_all: each process compares all rows with all, so a tensor that one process does not use, none uses. It
+                then has no gradient, which DistributedDataParallel detects; otherwise it has a gradient of 0.
 
         Raises:
             ValueError: in all processes, for tensors of other names, types or widths than those of another process,
@@ -134,9 +140,13 @@ class Processes:
             if max(facts[name, "gradient"]) and not value.requires_grad:
                 value = value.detach().requires_grad_()  # or this process would not take part in the backward pass
             padded.append(value)
-        gathered: dict[str, Any] = dict.fromkeys(tensors)
-        gathered.update(zip(given, _Gather.apply(self, list(counts.values()), *padded), strict=True))
-        return gathered, counts
+        joined: list[Tensor] = []
+        if uses_all:  # apart, so that what is not used has no backward pass
+            for name, rows in zip(given, padded, strict=True):
+                joined += _Gather.apply(self, [counts[name]], rows)
+        else:
+            joined += _Gather.apply(self, list(counts.values()), *padded)
+        return dict.fromkeys(tensors) | dict(zip(given, joined, strict=True)), counts
 
     def _exchange(
         self, tensors: dict[str, Tensor], equal: dict[str, Any], settings: tuple[str, ...]
@@ -444,7 +454,8 @@ def joined_call(
             numbers[name] = value
         elif value is None or isinstance(value, Tensor):
             tensors[name] = value
-    gathered, _ = processes.gather_rows(tensors, learned_numbers(loss) | numbers, tuple(settings))
+    equal = learned_numbers(loss) | numbers
+    gathered, _ = processes.gather_rows(tensors, equal, tuple(settings), uses_all=True)
     return call | gathered
 
 

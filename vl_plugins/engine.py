@@ -40,6 +40,7 @@ __all__ = [
     "KnownPositives",
     "Maxima",
     "Pairs",
+    "UnitVectors",
     "block_rows",
     "label_pairs",
     "matrix_maximum",
@@ -102,7 +103,7 @@ def label_pairs(labels: Tensor, ref_labels: Tensor) -> Pairs:
         labels, ref_labels: (A,) and (C,), on one device.
     """
     if labels.shape[0] * ref_labels.shape[0] <= FEW:
-        return Pairs.of_mask(labels[:, None] == ref_labels)
+        return Pairs(*(labels[:, None] == ref_labels).nonzero(as_tuple=True))
     # The positives of a row are a range of the sorted columns.
     dtype = torch.promote_types(labels.dtype, ref_labels.dtype)
     sorted_labels, order = ref_labels.to(dtype).sort(stable=True)
@@ -122,7 +123,7 @@ class KnownPositives(NamedTuple):
         single_ids: (N,), the id of each item of the other side.
         number_of_ids: ids are 0 to this number - 1.
         items_are_rows: whether the side with several ids is the rows.
-        first_row: the number of the first row among the items.
+        first_row: the number of the first row of a block among the items; None for all rows.
     """
 
     items: Tensor
@@ -130,7 +131,7 @@ class KnownPositives(NamedTuple):
     single_ids: Tensor
     number_of_ids: int
     items_are_rows: bool
-    first_row: int = 0
+    first_row: int | None = None
 
     @classmethod
     def of(cls, items: Tensor, ids: Tensor, single_ids: Tensor, items_are_rows: bool) -> "KnownPositives":
@@ -138,12 +139,6 @@ class KnownPositives(NamedTuple):
         both = torch.cat([ids.clamp(min=-1), torch.where(single_ids < 0, -2, single_ids)])
         values, places = both.unique(return_inverse=True)
         return cls(items, places[: len(ids)], places[len(ids) :], len(values), items_are_rows)
-
-    def transposed(self, rows: int) -> "KnownPositives":
-        """Return the same for the first rows of the transposed matrix."""
-        if self.items_are_rows:
-            return self._replace(items_are_rows=False, single_ids=self.single_ids[:rows])
-        return self._replace(items_are_rows=True)
 
     def of_rows(self, rows: slice) -> "KnownPositives":
         """Return the same for a block of rows."""
@@ -155,9 +150,11 @@ class KnownPositives(NamedTuple):
         """Return a bool matrix that is True where a row and a column share an id."""
         rows, columns = shape
         if self.items_are_rows:
-            # Which ids each row has; those of rows elsewhere go to one more row, which is not read.
-            places = self.items - self.first_row
-            places = torch.where((places >= 0) & (places < rows), places, rows)
+            # Which ids each row has; those of rows of other blocks go to one more row, which is not read.
+            places = self.items
+            if self.first_row is not None:
+                places = places - self.first_row
+                places = torch.where((places >= 0) & (places < rows), places, rows)
             has_id = Pairs(places, self.ids).mask((rows + 1, self.number_of_ids))
             return has_id[:rows, self.single_ids]
         # Rows of one id stand for each other: the mask is made for one of them, and copied to the others.
@@ -200,6 +197,14 @@ class Comparison(NamedTuple):
             negative_mask &= ~self.known.mask(shape)
         return positive_mask, negative_mask
 
+    def transposed(self) -> tuple["Comparison", Tensor]:
+        """Return the columns that are anchors with the rows as candidates, and the order of the pairs."""
+        columns, known = self.anchor_columns, self.known
+        back, order = self.positives.transposed()
+        if known is not None:
+            known = known._replace(items_are_rows=False, single_ids=known.single_ids[:columns])
+        return Comparison(self.candidates[:columns], self.anchors, back, known=known), order
+
     def block(self, rows: slice, positives: Pairs) -> "Comparison":
         """Return the comparison of a block of rows."""
         copies, known = self.copies, self.known
@@ -238,7 +243,10 @@ class Comparison(NamedTuple):
             rows_of_block = torch.arange(block.shape[0], device=block.device)
             fill_at(block, (rows_of_block, self.copies[rows]), -torch.inf)
         if self.known is not None:
-            block.masked_fill_(self.known.of_rows(rows).mask(block.shape), -torch.inf)
+            known = self.known
+            if block.shape[0] < self.anchors.shape[0]:
+                known = known.of_rows(rows)
+            block.masked_fill_(known.mask(block.shape), -torch.inf)
         return of_positives
 
 
@@ -270,21 +278,19 @@ class _Product(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             if dtype is None:
                 return x @ y.mT
-            return multiply(x.to(dtype), y.to(dtype).mT)
+            # In units of its largest entry: float16 has no numbers below 6e-8, as gradients may be.
+            unit = x.abs().amax().clamp(min=torch.finfo(x.dtype).tiny)
+            return multiply((x / unit).to(dtype), y.to(dtype).mT).mul_(unit)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
         x, y = ctx.saved_tensors
-        unit: Any = 1
-        if ctx.dtype is not None:  # float16 has no numbers below 6e-8
-            unit = grad.detach().abs().amax().clamp(min=torch.finfo(grad.dtype).tiny)
-            grad = grad / unit
         x_grad = y_grad = None
         if ctx.needs_input_grad[0]:
-            x_grad = product(grad, y.mT, ctx.dtype) * unit
+            x_grad = product(grad, y.mT, ctx.dtype)
         if ctx.needs_input_grad[1]:
-            y_grad = product(grad.mT, x.mT, ctx.dtype) * unit
+            y_grad = product(grad.mT, x.mT, ctx.dtype)
         return x_grad, y_grad, None
 
 
@@ -294,9 +300,36 @@ def product(x: Tensor, y: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return result
 
 
+class UnitVectors(torch.autograd.Function):
+    """Vectors (..., D) divided by their norms, in fewer steps than torch's ``normalize``, and the norms (..., 1).
+
+    Zero vectors stay zero, with zero gradients. The norms are constants: no gradient passes through them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        norms = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+        units = vectors / threshold(norms, LEAST_NORM, torch.inf)
+        ctx.save_for_backward(vectors, units)
+        ctx.mark_non_differentiable(norms)
+        ctx.set_materialize_grads(False)
+        return units, norms
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:
+        grad, _ = grads
+        if grad is None:
+            return None
+        vectors, units = ctx.saved_tensors
+        # Computed again, for second derivatives.
+        norms = threshold(torch.linalg.vector_norm(vectors, dim=-1, keepdim=True), LEAST_NORM, torch.inf)
+        return torch.addcmul(grad, units, (grad * units).sum(-1, keepdim=True), value=-1) / norms
+
+
 def unit_vectors(vectors: Tensor) -> Tensor:
     """Return the vectors (N, D) with length 1; zero vectors stay zero, with zero gradients."""
-    return vectors / _norms(vectors)
+    units, _ = UnitVectors.apply(vectors)
+    return units
 
 
 def similarities_of(x: Tensor, y: Tensor, normalize: bool, dtype: torch.dtype | None) -> Tensor:
@@ -361,16 +394,15 @@ class _Vectors(NamedTuple):
 
     def similarities(self, rows: slice, scale: float | Tensor) -> Tensor:
         """Return the similarities of a block of rows, times the scale."""
-        x, factors = self.x[rows], scale
-        if self.x_norms is not None:
-            factors = scale / self.x_norms[rows]
+        x = self.x[rows]
+        if self.x_norms is None or self.y_norms is None:
+            return multiply(x, self.y.T).mul_(scale)
+        lengths = self.x_norms[rows] / scale
         if x.dtype in HALF:
-            products = multiply(x, self.y.T).mul_(factors)
+            products = multiply(x, self.y.T).div_(lengths)
         else:
-            products = (x * factors) @ self.y.T
-        if self.y_norms is not None:
-            products.div_(self.y_norms.T)
-        return products
+            products = (x / lengths) @ self.y.T
+        return products.div_(self.y_norms.T)
 
 
 class Maxima(NamedTuple):
@@ -384,6 +416,11 @@ class Maxima(NamedTuple):
 
     positive: Tensor
     of_anchors: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor, comparison: Comparison) -> "Maxima":
+        pairs = comparison.positives.rows.shape[0]
+        return cls(*values.split_with_sizes([pairs, values.shape[0] - pairs]))
 
     def of_pairs(self, comparison: Comparison) -> Tensor:
         """Return the maximum of each pair's row, (M,), and then those of its column, (2 M,), if columns are anchors."""
@@ -416,7 +453,7 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def soft_maxima(
-    comparison: Comparison, scale: float | Tensor, *, normalize: bool, dtype: torch.dtype | None, tiled: bool
+    comparison: Comparison, scale: float | Tensor, normalize: bool, dtype: torch.dtype | None, tiled: bool
 ) -> Maxima:
     """Return the similarities of the positive pairs, and the soft maximum of each anchor's negatives.
 
@@ -431,8 +468,7 @@ def soft_maxima(
     """
     x, y = comparison.anchors, comparison.candidates
     values = _SoftMaxima.apply(x, y, scale, comparison, normalize, dtype, tiled)
-    pairs = comparison.positives.rows.shape[0]
-    return Maxima(values[:pairs], values[pairs:])
+    return Maxima.of(values, comparison)
 
 
 class _SoftMaxima(torch.autograd.Function):
@@ -447,14 +483,18 @@ class _SoftMaxima(torch.autograd.Function):
             matrix = vectors.similarities(slice(None), scale)
         positive, of_rows = [], []
         of_columns: Any = None
-        for rows, pairs in comparison.blocks():
+        blocks = comparison.blocks()
+        for rows, pairs in blocks:
             exponents = None  # frees that of the last block
             if matrix is None:
                 exponents = vectors.similarities(rows, scale)
             else:
                 exponents = matrix[rows]
             positive.append(comparison.take_out(exponents, rows, pairs))
-            row_sums, column_sums = _fused(_sums, exponents)(exponents, comparison.anchor_columns)
+            sums = _sums
+            if exponents.numel() >= COMPILE_FROM:
+                sums = _fused(_sums, exponents.device)
+            row_sums, column_sums = sums(exponents, comparison.anchor_columns)
             of_rows.append(row_sums)
             if of_columns is None:
                 of_columns = column_sums
@@ -462,7 +502,7 @@ class _SoftMaxima(torch.autograd.Function):
                 of_columns = torch.logaddexp(of_columns, column_sums)
         values = torch.cat([*positive, *of_rows, of_columns])
         ctx.save_for_backward(*vectors, values)
-        ctx.comparison, ctx.matrix, ctx.scale = comparison, matrix, scale
+        ctx.comparison, ctx.blocks, ctx.matrix, ctx.scale = comparison, blocks, matrix, scale
         return values / scale
 
     @staticmethod
@@ -479,14 +519,17 @@ class _SoftMaxima(torch.autograd.Function):
         _, row_sums, column_sums = values.split_with_sizes(sizes)
         positive_grad, row_grad, column_grad = gradient.upstream.split_with_sizes(sizes)
         first_pair = 0
-        for rows, pairs in comparison.blocks():
+        for rows, pairs in ctx.blocks:
             weights = None  # frees those of the last block
             if matrix is None:
                 weights = gradient.vectors.similarities(rows, scale)
                 comparison.take_out(weights, rows, pairs)
             else:
                 weights = matrix[rows]
-            _fused(_to_weights, weights)(weights, row_sums[rows], column_sums, row_grad[rows], column_grad)
+            to_weights = _to_weights
+            if weights.numel() >= COMPILE_FROM:
+                to_weights = _fused(_to_weights, weights.device)
+            to_weights(weights, row_sums[rows], column_sums, row_grad[rows], column_grad)
             last_pair = first_pair + pairs.rows.shape[0]
             weights[pairs.rows, pairs.columns] = positive_grad[first_pair:last_pair]
             first_pair = last_pair
@@ -509,14 +552,14 @@ def _to_weights(
 ) -> None:
     """Turn a block of exponents into the gradient of its similarities, still without the positives, in place."""
     anchors = exponents[:, : column_sums.shape[0]]
-    by_column = (anchors - column_sums).exp_().mul_(column_grad)
+    by_column = (anchors - column_sums).exp_()
     exponents.sub_(row_sums[:, None]).exp_().mul_(row_grad[:, None])
-    anchors.add_(by_column)
+    anchors.addcmul_(by_column, column_grad)
 
 
-def _fused(function: Callable[..., Any], block: Tensor) -> Callable[..., Any]:
-    """Return a function of a block, compiled where many large blocks come on a GPU."""
-    if block.device.type not in COMPILE_ON or block.numel() < COMPILE_FROM:
+def _fused(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Return a function of a large block, compiled where many of them come on a GPU."""
+    if device.type not in COMPILE_ON:
         return function
     _large_blocks[function] += 1
     if _large_blocks[function] <= COMPILE_AFTER:
@@ -599,7 +642,7 @@ def _to_tangent(gradient: Tensor, units: Tensor) -> Tensor:
 # The maximum
 
 
-def maxima(comparison: Comparison, *, normalize: bool, dtype: torch.dtype | None) -> Maxima:
+def maxima(comparison: Comparison, normalize: bool, dtype: torch.dtype | None) -> Maxima:
     """Return the similarities of the positive pairs, and the maximum similarity of each anchor's negatives.
 
     No matrix is kept. If several negatives tie, only one receives a gradient. The result can be differentiated only
@@ -634,8 +677,7 @@ def maxima(comparison: Comparison, *, normalize: bool, dtype: torch.dtype | None
             similarities.append(of_columns.values)
         pairs = Pairs(torch.cat(pair_rows), torch.cat(pair_columns))
     values = _PairSimilarities.apply(x, y, units, pairs, numbers, torch.cat(similarities))
-    first_anchor = comparison.positives.rows.shape[0]
-    return Maxima(values[:first_anchor], values[first_anchor:])
+    return Maxima.of(values, comparison)
 
 
 class _ColumnMaxima:

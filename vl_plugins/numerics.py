@@ -51,15 +51,14 @@ UNSIGNED = getattr(torch, "uint64", None)  # torch 2.2 has none
 
 # torch.compile traces either; torch 2.2 has only the second.
 _is_compiling = getattr(torch.compiler, "is_compiling", None) or torch._utils.is_compiling
+_is_autocast_enabled, _autocast_dtype = torch.is_autocast_enabled, getattr(torch, "get_autocast_dtype", None)
+if _autocast_dtype is None:  # until torch 2.3
 
+    def _is_autocast_enabled(device: str) -> bool:  # type: ignore[misc]
+        return torch.is_autocast_cpu_enabled() if device == "cpu" else torch.is_autocast_enabled()
 
-def _autocast_type(device: str) -> torch.dtype | None:
-    """Return the type of autocast on a device, None where it is off."""
-    if hasattr(torch, "get_autocast_dtype"):
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    if device == "cpu":  # until torch 2.3
-        return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
-    return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
+    def _autocast_dtype(device: str) -> torch.dtype:
+        return torch.get_autocast_cpu_dtype() if device == "cpu" else torch.get_autocast_gpu_dtype()
 
 
 def full_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -81,8 +80,8 @@ _types: ContextVar[tuple[Any, Any] | None] = ContextVar("types", default=None)
 def full_precision_call(products: str = "float32", **embeddings: Any) -> Iterator[torch.dtype | None]:
     """Turn autocast off in a call of a loss, but for its matrix products.
 
-    With ``products="autocast"`` they have the type of the caller's autocast, or of the embeddings. A call within another
-    one has the caller of the outermost.
+    With ``products="autocast"`` they have the type of the caller's autocast, or of the embeddings. A call within
+    another one has the caller of the outermost.
 
     Yields:
         bfloat16 or float16; None for the type of the embeddings, float32 at least.
@@ -95,14 +94,13 @@ def full_precision_call(products: str = "float32", **embeddings: Any) -> Iterato
             raise ValueError(f"{name} must be a tensor, got {type(side).__name__}")
         dtypes.add(side.dtype)
         device = side.device.type
-    if outer := _types.get():
-        of_caller, _ = outer
-    else:
-        of_caller = _autocast_type(device)
-        if len(dtypes) == 1 and dtypes <= HALF:
-            of_caller = of_caller or dtypes.pop()
-        if of_caller not in HALF or torch.float64 in dtypes:
-            of_caller = None
+    of_caller = None
+    if _types.get() is not None:
+        of_caller, _ = _types.get()
+    elif _is_autocast_enabled(device) and torch.float64 not in dtypes:
+        of_caller = _autocast_dtype(device)
+    elif len(dtypes) == 1 and dtypes <= HALF:
+        of_caller = dtypes.pop()
     dtype = of_caller if products == "autocast" else None
     token = _types.set((of_caller, dtype))
     try:
@@ -157,7 +155,8 @@ def checked_rows(arguments: Mapping[str, Any], compares_vectors: bool = True) ->
             if not compares_vectors:
                 shape, letters = shape[:1], letters[0]
         else:
-            value = rows[name] = _as_tensor(name, value, embeddings)
+            if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.device != embeddings.device:
+                value = rows[name] = _as_tensor(name, value, embeddings)
             shape = value.shape
         if len(shape) != len(letters):
             raise _wrong_shape(name, value, letters, sizes)
@@ -169,7 +168,8 @@ def checked_rows(arguments: Mapping[str, Any], compares_vectors: bool = True) ->
     for name in EMBEDDINGS:
         if rows.get(name) is not None:
             rows[name] = rows[name].to(dtype)
-    if rows.get("ref_labels") is not None:
+    ref_labels = rows.get("ref_labels")
+    if ref_labels is not None and (rows["ref_emb"] is None or ref_labels is rows["labels"]):
         _check_both_labels(rows)
     return rows
 

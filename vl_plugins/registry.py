@@ -156,8 +156,8 @@ def wrong_option(factory: Any, options: Mapping[str, Any], known: Any, kind: str
             continue
         if kind == "loss" and option == "warmup_steps":
             return (
-                "it has no warmup_steps: Warmup(first, then, steps), or create_loss(..., warmup_steps=...) of triplet_hn "
-                "and goal, begins with another loss"
+                "it has no warmup_steps: Warmup(first, then, steps), or create_loss(..., warmup_steps=...) of "
+                "triplet_hn and goal, begins with another loss"
             )
         advice = scale_advice(option, value, known) if kind == "loss" else None
         return advice or str(unknown_name("option", option, known))

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from vl_plugins.distances import SetDistance, UnitElements
-from vl_plugins.engine import LEAST_NORM, block_rows, product
+from vl_plugins.distances import SetDistance
+from vl_plugins.engine import LEAST_NORM, UnitVectors, block_rows, product
 from vl_plugins.errors import number
 from vl_plugins.numerics import full_precision
 
@@ -37,7 +37,7 @@ class JoinedSets:
     def __init__(self, *sides: Tensor):
         sets, most = full_precision(*sides), max(side.shape[1] for side in sides)
         padded = [side if side.shape[1] == most else pad(side, (0, 0, 0, most - side.shape[1])) for side in sets]
-        self.units, norms = UnitElements.apply(torch.cat(padded))
+        self.units, norms = UnitVectors.apply(torch.cat(padded))
         self.present = (norms >= LEAST_NORM).squeeze(2)
         self.sizes = [len(side) for side in sides]
 
@@ -67,9 +67,8 @@ class JoinedSets:
         pairs = (self.present[:, :, None] & self.present[:, None]).triu(1)
         count = pairs.sum(dim=(1, 2))
         with torch.autocast(self.units.device.type, enabled=False):
-            kernels = (
-                2 * scale * (product(self.units, self.units) - 1)
-            ).exp()  # unit vectors: ||x - x'||^2 = 2 - 2 cos
+            cosines = product(self.units, self.units)  # of unit vectors: ||x - x'||^2 = 2 - 2 cos
+            kernels = (2 * scale * (cosines - 1)).exp()
             # Not masked: 0 times NaN is NaN.
             return ((kernels * pairs).sum(dim=(1, 2)) / count.clamp(min=1)) @ self._shares(count > 0)
 

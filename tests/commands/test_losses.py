@@ -22,10 +22,10 @@ def test_a_paragraph_for_each_loss(capsys, monkeypatch):
     assert max(map(len, output.splitlines())) <= 100
     paragraphs = output.strip().split("\n\n")
     assert [paragraph.partition("\n")[0] for paragraph in paragraphs[:-2]] == list(list_losses())
-    summary, options, _, equation, *paper = paragraphs[list_losses().index("unified")].splitlines()[1:]
+    summary, options, *_, equation, title, end = paragraphs[list_losses().index("unified")].splitlines()[1:]
     assert summary.startswith("  Contrastive loss with the margin of the triplet loss")
     assert options.startswith("  options   margin=0.2, scale=50.0, weights=None, relative=None, learn_scale=False,")
-    assert (equation, paper[0][:29], paper[1]) == (
+    assert (equation, title[:29], end) == (
         "  equation  Eq. 5, 24-27",
         "  paper     Li et al. 2022, U",
         " " * 12 + "Retrieval",

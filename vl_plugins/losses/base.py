@@ -17,10 +17,10 @@ from vl_plugins.distances import VECTOR_DISTANCES
 from vl_plugins.distributed import GathersAcrossDevices, Processes, learned_numbers
 from vl_plugins.engine import Comparison, Pairs
 from vl_plugins.errors import number, one_of, unknown_name, warn_of_input
-from vl_plugins.losses.batch import Batch, numbers_of_pairs
+from vl_plugins.losses.batch import Batch
 from vl_plugins.losses.matrix import (
+    Call,
     PairLosses,
-    check_result,
     hardest,
     losses_of_blocks,
     losses_of_hooks,
@@ -28,10 +28,11 @@ from vl_plugins.losses.matrix import (
     losses_of_matrix,
     matrix_of,
     soft_maximum,
+    wrong_result,
 )
 from vl_plugins.losses.reduction import reduced, share_of_mean
 from vl_plugins.losses.statistics import STATISTICS, forget_statistics, record_statistics
-from vl_plugins.numerics import checked_rows, eager, full_precision, full_precision_call
+from vl_plugins.numerics import checked_rows, eager, full_precision_call
 from vl_plugins.registry import scale_advice, wrong_option
 
 __all__ = ["PairLoss"]
@@ -149,6 +150,7 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
                     setattr(cls, name, value)
                     break
         cls.takes_pairs = "pairs" in inspect.signature(cls.matrix_losses).parameters
+        cls.has_own_negatives = cls.of_negatives not in (hardest, soft_maximum)
         if cls.of_negatives is soft_maximum and "scale" not in cls.numbers:
             raise TypeError(
                 f"{cls.__name__}: of_negatives = soft_maximum needs a scale; derive the class from ScaledLoss, whose "
@@ -230,12 +232,12 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
     """True if :meth:`matrix_losses` returns two things: the losses of the pairs, and a sum, (), that rows without a
     positive pair add to the losses of all pairs. It is shared by all of them."""
 
-    takes_pairs = False
+    takes_pairs = has_own_negatives = False
 
     @property
     def needs_matrix(self) -> bool:
         """True if a hook of the loss's own reads a matrix of similarities, whole or in blocks of rows."""
-        return self.has_matrix_losses or type(self).of_negatives not in (hardest, soft_maximum)
+        return self.has_matrix_losses or self.has_own_negatives
 
     @property
     def margin_in_use(self) -> Any:
@@ -320,29 +322,27 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
         is_mined = indices_tuple is not None
         if is_mined:
             _check_indices_tuple(indices_tuple)
-        if not self.known_positives:
-            ref_ids = matching_ids = negative_ids = None
         arguments = {"embeddings": embeddings, "ref_emb": ref_emb, "labels": labels, "ref_labels": ref_labels}
-        arguments |= {"ref_ids": ref_ids, "matching_ids": matching_ids, "negative_ids": negative_ids}
-        arguments |= {"negatives": negatives, "copies": copies}
+        arguments |= {"ref_ids": ref_ids, "matching_ids": matching_ids, "negatives": negatives}
+        arguments |= {"negative_ids": negative_ids, "copies": copies}
+        if not self.known_positives:
+            arguments |= dict.fromkeys(["ref_ids", "matching_ids", "negative_ids"])
         numbers, caption_numbers = self._numbers_of_call(numbers)
         if confidence is not None:
             caption_numbers[CONFIDENCE] = confidence
         with full_precision_call(self.products, embeddings=embeddings, ref_emb=ref_emb) as dtype:
-            batch = Batch.of(
-                arguments,
-                caption_numbers,
-                compares_vectors=isinstance(self.distance, VECTOR_DISTANCES),
-                is_mined=is_mined,
+            call = Call(numbers, dtype)
+            batch = everything = Batch.of(
+                arguments, caption_numbers, isinstance(self.distance, VECTOR_DISTANCES), is_mined
             )
-            both = self.symmetric and not is_mined if symmetric is None else bool(symmetric)
-            both = both and not batch.one_set
-            everything = batch
+            if symmetric is None:
+                symmetric = self.symmetric and not is_mined
+            both = symmetric and not batch.one_set
             if not self.processes.is_alone:
                 batch, everything = self._gathered(batch, both, is_mined, numbers)
             if is_mined:
-                return self._of_indices(batch, indices_tuple, both, numbers, dtype)
-            return self._of_comparisons(batch, everything, both, numbers, dtype)
+                return self._of_indices(batch, indices_tuple, both, call)
+            return self._of_comparisons(batch, everything, both, call)
 
     def _gathered(self, batch: Batch, both: bool, is_mined: bool, numbers: dict[str, Any]) -> tuple[Batch, Batch]:
         """Return the rows and columns that this process compares as anchors, and those of all processes."""
@@ -360,87 +360,80 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
             return batch, everything
         return everything, everything
 
-    def _of_indices(
-        self, batch: Batch, indices_tuple: Any, both: bool, numbers: dict[str, Any], dtype: torch.dtype | None
-    ) -> Any:
+    def _of_indices(self, batch: Batch, indices_tuple: Any, both: bool, call: Call) -> Any:
         """Return the reduced loss of a miner's choice."""
         forget_statistics(self)
         confidence = batch.numbers.pop(CONFIDENCE, None)
-        pairs = losses_of_indices(self, batch, indices_tuple, both, numbers, dtype)
+        pairs = losses_of_indices(self, batch, indices_tuple, both, call)
         if confidence is not None:
             pairs = pairs._replace(values=pairs.values * confidence[pairs.indices[1]])
-        return reduced(self, pairs, batch.sides(), batch, [*numbers.values(), confidence])
+        return reduced(self, pairs, batch, [*call.numbers.values(), confidence])
 
-    def _of_comparisons(
-        self, batch: Batch, everything: Batch, both: bool, numbers: dict[str, Any], dtype: torch.dtype | None
-    ) -> Any:
+    def _of_comparisons(self, batch: Batch, everything: Batch, both: bool, call: Call) -> Any:
         """Return the reduced loss of the pairs by labels or positions, of both directions."""
-        comparisons = batch.comparisons(everything, both)
-        self._warn_of_no_pairs(batch, comparisons[0])
-        uses_engine = self.is_plain() and not self.needs_matrix
-        losses = []
+        uses_engine = self.is_plain() and not self.has_matrix_losses and not self.has_own_negatives
         # Where each embedding is compared with all others of the other side, NaN in one is NaN in the mean already.
-        shows_nan = uses_engine and (both or batch.one_set) and self.distance.normalize_embeddings
-        for comparison in comparisons:
+        shows_nan = getattr(self.distance, "normalize_embeddings", False)
+        if batch.owners is None:
+            shows_nan = shows_nan and uses_engine and (both or batch.one_set)
+        else:
+            shows_nan = shows_nan and (both or batch is everything) and everything.embeddings.shape[0] > 1
+        losses = []
+        for comparison in batch.comparisons(everything, both):
             confidence = comparison.numbers.pop(CONFIDENCE, None)
-            pairs = self._losses(comparison, numbers, dtype, uses_engine)
+            pairs = self._losses(comparison, call, uses_engine)
             if confidence is not None:
                 pairs = pairs._replace(values=pairs.values * confidence)
-            losses.append(pairs)
             shows_nan = shows_nan and comparison.known is None and pairs.values.shape[0] > 0
-        if self.collect_stats:
-            record_statistics(self, comparisons[0], numbers, dtype)
+            if not losses:  # anchors are those of the call
+                self._look_at(batch, comparison, call)
+            losses.append(pairs)
         pairs = losses[0]
         if batch is not everything:
             pairs = share_of_mean(self.processes, losses)
-        with_gradients = [*numbers.values(), *batch.numbers.values()]
-        return reduced(self, pairs, everything.sides(), batch, with_gradients, shows_nan)
+        return reduced(self, pairs, everything, [*call.numbers.values(), *batch.numbers.values()], shows_nan)
 
-    def _losses(
-        self, comparison: Comparison, numbers: dict[str, Any], dtype: torch.dtype | None, uses_engine: bool
-    ) -> PairLosses:
+    def _losses(self, comparison: Comparison, call: Call, uses_engine: bool) -> PairLosses:
         """Return the losses of the positive pairs: from vectors, by blocks of rows of a matrix, or by the matrix."""
-        pairs, rows, columns = comparison.positives, comparison.anchors.shape[0], comparison.candidates.shape[0]
-        tiled = self.tiled
-        can_be_tiled = uses_engine or (self.by_row and self.is_plain())
-        if tiled and not can_be_tiled:
+        pairs, x, y = comparison.positives, comparison.anchors, comparison.candidates
+        has_turned_copies = comparison.copies is not None and comparison.anchor_columns > 0  # which no block has
+        can_be_tiled = uses_engine or (self.by_row and self.is_plain() and not has_turned_copies)
+        if self.tiled and not can_be_tiled:
             raise ValueError(
                 "tiled=True needs a plain CosineSimilarity or DotProductSimilarity, and a loss whose pairs depend on "
                 f"their own row only (by_row); got {self.distance} and {type(self).__name__}"
             )
+        tiled = self.tiled
         if tiled is None:
-            size = rows * columns * comparison.anchors.element_size()
-            tiled = can_be_tiled and size > engine.MATRIX_BYTES
+            tiled = can_be_tiled and x.shape[0] * y.shape[0] * x.element_size() > engine.MATRIX_BYTES
         if pairs.rows.shape[0] == 0 and not self.counts_unpaired_rows:  # torch has no maximum of nothing
-            return PairLosses(comparison.anchors.new_zeros(0), (pairs.rows, pairs.columns))
+            return PairLosses(x.new_zeros(0), (pairs.rows, pairs.columns))
         if uses_engine:
-            return PairLosses(self._of_vectors(comparison, numbers, dtype, tiled), (pairs.rows, pairs.columns))
+            return PairLosses(self._of_vectors(comparison, call, tiled), (pairs.rows, pairs.columns))
         if tiled:
-            return losses_of_blocks(self, comparison, numbers, dtype)
-        similarities = matrix_of(self, comparison.anchors, comparison.candidates, dtype)
-        return losses_of_matrix(
-            self, similarities, comparison.masks(), pairs, numbers, comparison.numbers, comparison.anchor_columns
-        )
+            return losses_of_blocks(self, comparison, call)
+        similarities = matrix_of(self, x, y, call.dtype)
+        numbers, columns = comparison.numbers, comparison.anchor_columns
+        return losses_of_matrix(self, similarities, comparison.masks(), pairs, columns, numbers, call)
 
-    def _of_vectors(
-        self, comparison: Comparison, numbers: dict[str, Any], dtype: torch.dtype | None, tiled: bool
-    ) -> Tensor:
+    def _of_vectors(self, comparison: Comparison, call: Call, tiled: bool) -> Tensor:
         """Return the losses by :mod:`vl_plugins.engine`, both directions from one product."""
         normalize = self.distance.normalize_embeddings
         if type(self).of_negatives is hardest:
-            maxima = engine.maxima(comparison, normalize=normalize, dtype=dtype)
+            maxima = engine.maxima(comparison, normalize, call.dtype)
         else:
-            scale = numbers["scale"]
-            maxima = engine.soft_maxima(comparison, scale, normalize=normalize, dtype=dtype, tiled=tiled)
+            maxima = engine.soft_maxima(comparison, call.numbers["scale"], normalize, call.dtype, tiled)
         positive, negative = maxima.positive, maxima.of_pairs(comparison)
-        numbers = numbers | comparison.numbers
-        certain = comparison.all_have_negatives
-        if comparison.anchor_columns == 0:
-            return self.losses_of_pairs(positive, negative, numbers, certain)
-        # Apply the formula once, to the pairs of both directions.
-        for name, values in comparison.numbers.items():
-            numbers[name] = torch.cat([values, values])
-        losses = self.losses_of_pairs(torch.cat([positive, positive]), negative, numbers, certain)
+        numbers, are_both = call.numbers | comparison.numbers, comparison.anchor_columns > 0
+        if are_both:  # apply the formula once, to the pairs of both directions
+            positive = torch.cat([positive, positive])
+            for name, values in comparison.numbers.items():
+                numbers[name] = torch.cat([values, values])
+        if not comparison.all_have_negatives:  # NaN stays NaN, also in a pair whose anchor has none
+            negative = negative.masked_fill(positive.isnan(), torch.nan)
+        losses = self.losses_of_pairs(positive, negative, numbers, comparison.all_have_negatives)
+        if not are_both:
+            return losses
         from_rows, from_columns = losses.chunk(2)
         return from_rows + from_columns
 
@@ -448,14 +441,13 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
         self, positive: Tensor, negative: Tensor, numbers: dict[str, Any], all_have_negatives: bool = False
     ) -> Tensor:
         """Return :meth:`of_pairs`, but 0 for pairs whose anchor has no negatives, where ``negative`` is -inf."""
-        if all_have_negatives:
-            losses = self.of_pairs(positive, negative, **numbers)
-            check_result(self, "of_pairs", losses, positive.shape[0])
-            return losses
-        is_missing = (negative == -torch.inf).logical_and_(positive == positive)  # NaN stays
-        losses = self.of_pairs(positive, negative.masked_fill(is_missing, 0), **numbers)
-        check_result(self, "of_pairs", losses, positive.shape[0])
-        return losses.masked_fill(is_missing, 0)
+        if not all_have_negatives:
+            is_missing = negative == -torch.inf
+            negative = negative.masked_fill(is_missing, 0)
+        losses = self.of_pairs(positive, negative, **numbers)
+        if not isinstance(losses, Tensor) or losses.shape != positive.shape or not losses.is_floating_point():
+            raise wrong_result(self, "of_pairs", losses, positive.shape[0])
+        return losses if all_have_negatives else losses.masked_fill(is_missing, 0)
 
     def from_similarities(
         self,
@@ -483,7 +475,6 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
         if self.embedding_regularizer is not None:
             raise ValueError("embedding_regularizer needs embeddings, not similarities")
         with full_precision_call(similarities=similarities):
-            (similarities,) = full_precision(similarities)
             for name, mask in (("positive_mask", positive_mask), ("negative_mask", negative_mask)):
                 if mask.shape != similarities.shape or mask.dtype != torch.bool:
                     expected, shape = tuple(similarities.shape), tuple(mask.shape)
@@ -493,23 +484,27 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
             numbers, caption_numbers = self._numbers_of_call(numbers, is_matrix=True)
             sides = {"embeddings": similarities, "ref_emb": similarities.T}
             rows = checked_rows(sides | caption_numbers, compares_vectors=False)
-            pairs = Pairs.of_mask(positive_mask)
-            caption_numbers = {name: rows[name] for name in caption_numbers}
-            pair_numbers = numbers_of_pairs(caption_numbers, pairs.columns)
-            columns = similarities.shape[1] if (self.symmetric if symmetric is None else symmetric) else 0
-            masks = positive_mask, negative_mask
-            losses = losses_of_matrix(self, similarities, masks, pairs, numbers, pair_numbers, columns)
-            return reduced(self, losses, (similarities,), None, [*numbers.values(), *pair_numbers.values()])
+            similarities, pairs = rows["embeddings"], Pairs.of_mask(positive_mask)
+            pair_numbers = {}
+            for name in caption_numbers:
+                pair_numbers[name] = rows[name][pairs.columns]
+            columns = 0
+            if self.symmetric if symmetric is None else symmetric:
+                columns = similarities.shape[1]
+            masks, call = (positive_mask, negative_mask), Call(numbers, None)
+            losses = losses_of_matrix(self, similarities, masks, pairs, columns, pair_numbers, call)
+            return reduced(self, losses, similarities, [*numbers.values(), *pair_numbers.values()])
 
-    def _warn_of_no_pairs(self, batch: Batch, comparison: Comparison) -> None:
-        """Warn once of a batch whose loss is 0 because of its labels, such as two numberings."""
+    def _look_at(self, batch: Batch, comparison: Comparison, call: Call) -> None:
+        """Record statistics, and warn once of a batch whose loss is 0 because of its labels, such as two numberings."""
+        if self.collect_stats:
+            record_statistics(self, comparison, call)
         rows, columns = comparison.anchors.shape[0], comparison.candidates.shape[0]
         is_queue = batch.copies is not None and not batch.one_set  # which may be empty at first
         if self._has_warned or rows < 2 or is_queue:
             return
         positive, possible = comparison.positives.rows.shape[0], rows * columns - rows * batch.one_set
-        has_no_negatives = positive == possible and not self.has_matrix_losses  # which may be losses of positives alone
-        if positive == 0 or has_no_negatives:
+        if positive == 0 or (positive == possible and not self.has_matrix_losses):  # which may need no negatives
             self._has_warned = True
             which = "no pair" if positive == 0 else "every pair"
             warn_of_input(

@@ -46,7 +46,7 @@ class Batch:
 
     @classmethod
     def of(
-        cls, arguments: dict[str, Any], numbers: dict[str, Any], *, compares_vectors: bool, is_mined: bool = False
+        cls, arguments: dict[str, Any], numbers: dict[str, Any], compares_vectors: bool, is_mined: bool = False
     ) -> "Batch":
         """Check the arguments of a call that have rows, and the numbers that it gives for each column."""
         rows = checked_rows(arguments | numbers, compares_vectors)
@@ -63,7 +63,7 @@ class Batch:
             numbers_of_columns[name] = values.to(torch.promote_types(dtype, values.dtype))
         batch = cls(**rows, numbers=numbers_of_columns)
         batch.one_set = rows["ref_emb"] is None
-        if not is_mined:
+        if not is_mined and (batch.labels is None or batch.ref_labels is None):
             batch.captions = captions_per_row(rows)
         if batch.one_set:
             batch.ref_emb, batch.ref_labels = batch.embeddings, batch.labels
@@ -101,7 +101,9 @@ class Batch:
         # By position, the captions of another row are negatives.
         is_certain = self.owners is not None and known is None and bool(everything.captions)
         all_have_negatives = is_certain and everything.embeddings.shape[0] > 1
-        numbers = numbers_of_pairs(everything.numbers, positives.columns)
+        numbers = {}
+        if everything.numbers:
+            numbers = numbers_of_pairs(everything.numbers, positives.columns)
         rows = Comparison(
             self.embeddings, candidates, positives, anchor_columns, self.copies, known, all_have_negatives, numbers
         )
@@ -125,8 +127,9 @@ class Batch:
     def _positives(self, everything: "Batch") -> Pairs:
         """Return the positive pairs of these rows and all columns, by labels or by position."""
         if self.owners is not None:
-            columns = torch.arange(self.owners.shape[0], device=self.owners.device)
-            rows = self.owners
+            rows = columns = self.owners
+            if self.captions != 1 or self.first_row > 0:
+                columns = torch.arange(self.owners.shape[0], device=self.owners.device)
             if self.first_row > 0 or self.first_column > 0:
                 rows, columns = rows - self.first_row, columns + self.first_column
             return Pairs(rows, columns, per_row=self.captions)
@@ -175,16 +178,20 @@ class Batch:
         if self.labels is not None and self.ref_labels is not None:
             positives = label_pairs(self.labels, self.ref_labels)
         known = self.known_positives(positives, self.matching_ids, self.copies)
-        return known.mask((self.embeddings.shape[0], self.ref_emb.shape[0]))
+        return known.mask(self.shape)
 
-    def sides(self) -> tuple[Tensor, ...]:
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.embeddings.shape[0], self.ref_emb.shape[0]
+
+    def sides(self) -> list[Tensor]:
         """Return all embeddings that are compared."""
         sides = [self.embeddings]
         if not self.one_set:
             sides.append(self.ref_emb)
         if self.negatives is not None:
             sides.append(self.negatives)
-        return tuple(sides)
+        return sides
 
     def tensors(self, names_of_numbers: tuple[str, ...]) -> dict[str, Tensor | None]:
         """Return what has rows, by argument name; None for an argument that is not given.

@@ -10,8 +10,8 @@ from vl_plugins.engine import Comparison, Pairs, matrix_maximum, similarities_of
 from vl_plugins.losses.batch import Batch, numbers_of_pairs
 
 __all__ = [
+    "Call",
     "PairLosses",
-    "check_result",
     "hardest",
     "losses_of_blocks",
     "losses_of_hooks",
@@ -21,9 +21,22 @@ __all__ = [
     "matrix_of",
     "soft_maximum",
     "summary_of_negatives",
+    "wrong_result",
 ]
 
 Numbers = dict[str, Any]
+
+
+class Call(NamedTuple):
+    """What a call says of all pairs.
+
+    Attributes:
+        numbers: by name, such as the scale: floats or 0-D tensors.
+        dtype: of matrix products, bfloat16 or float16; None for that of the embeddings.
+    """
+
+    numbers: Numbers
+    dtype: torch.dtype | None
 
 
 class PairLosses(NamedTuple):
@@ -63,9 +76,9 @@ def losses_of_matrix(
     similarities: Tensor,
     masks: tuple[Tensor, Tensor],
     pairs: Pairs,
-    numbers: Numbers,
-    pair_numbers: Numbers,
     anchor_columns: int,
+    pair_numbers: Numbers,
+    call: Call,
 ) -> PairLosses:
     """Return the losses of the positive pairs, those of both directions added up where columns are anchors too.
 
@@ -74,10 +87,10 @@ def losses_of_matrix(
         similarities: (A, C).
         masks: of the positive pairs and of the negative ones, (A, C) each.
         pairs: the M places of the positive pairs.
-        numbers, pair_numbers: of the call; the latter (M,).
         anchor_columns: the first so many columns are anchors too; 0 for none.
+        pair_numbers: (M,) by name.
     """
-    indices = pairs.rows, pairs.columns
+    indices, numbers = (pairs.rows, pairs.columns), call.numbers
     if pairs.rows.shape[0] == 0 and not loss.counts_unpaired_rows:
         return PairLosses(similarities.new_zeros(0), indices)
     losses, unpaired = losses_of_rows(loss, similarities, *masks, pairs, numbers | pair_numbers)
@@ -86,6 +99,9 @@ def losses_of_matrix(
     turned = []
     for matrix in (similarities, *masks):
         turned.append(matrix[:, :anchor_columns].T)
+    if not loss.has_matrix_losses:  # hooks take pairs in any order
+        back = Pairs(pairs.columns, pairs.rows)
+        return PairLosses(losses + losses_of_rows(loss, *turned, back, numbers | pair_numbers)[0], indices)
     back, order = pairs.transposed()
     losses_back, unpaired_back = losses_of_rows(loss, *turned, back, numbers | numbers_of_pairs(pair_numbers, order))
     return PairLosses(losses.index_add(0, order, losses_back), indices, _sum(unpaired, unpaired_back))
@@ -102,7 +118,8 @@ def losses_of_rows(
     losses, unpaired = loss.matrix_losses(similarities, positive_mask, negative_mask, **numbers), None
     if loss.counts_unpaired_rows:
         losses, unpaired = losses
-    check_result(loss, "matrix_losses", losses, pairs.rows.shape[0])
+    if not is_result(losses, pairs.rows.shape[0]):
+        raise wrong_result(loss, "matrix_losses", losses, pairs.rows.shape[0])
     return losses, unpaired
 
 
@@ -130,60 +147,56 @@ def summary_of_negatives(loss: Any, similarities: Tensor, negative_mask: Tensor,
         return summary
     has_negatives = negative_mask.any(dim=1)
     summary = loss.of_negatives(similarities, negative_mask | ~has_negatives[:, None], **numbers)
-    check_result(loss, "of_negatives", summary, len(has_negatives), "number for each anchor")
+    if not is_result(summary, len(has_negatives)):
+        raise wrong_result(loss, "of_negatives", summary, len(has_negatives), "number for each anchor")
     return summary.masked_fill(~has_negatives, -torch.inf)
 
 
-def check_result(
+def is_result(result: Any, size: int) -> bool:
+    """Return whether a hook returned a number for each of so many pairs or anchors."""
+    return isinstance(result, Tensor) and result.shape == (size,) and result.is_floating_point()
+
+
+def wrong_result(
     loss: Any, hook: str, result: Any, size: int, expected: str = "loss of each positive pair or triplet"
-) -> None:
-    """Raise ``ValueError`` for what a hook returns if it is not of the right shape, such as a mean."""
-    if isinstance(result, Tensor) and result.shape == (size,) and result.is_floating_point():
-        return
+) -> ValueError:
+    """Return the error for what a hook returned instead, such as a mean."""
     got = type(result).__name__
     if isinstance(result, Tensor):
         got = f"{tuple(result.shape)} of {result.dtype}"
-    raise ValueError(f"{hook} of {type(loss).__name__} must return one {expected}, ({size},), got {got}")
+    return ValueError(f"{hook} of {type(loss).__name__} must return one {expected}, ({size},), got {got}")
 
 
-def losses_of_blocks(loss: Any, comparison: Comparison, numbers: Numbers, dtype: torch.dtype | None) -> PairLosses:
+def losses_of_blocks(loss: Any, comparison: Comparison, call: Call) -> PairLosses:
     """Return the losses by blocks of rows of the matrix, which are computed again for the gradients."""
-    pairs, columns = comparison.positives, comparison.anchor_columns
-    normalize = loss.distance.normalize_embeddings
-    if normalize and dtype is None:  # once, not in each block
+    pairs, columns, normalize = comparison.positives, comparison.anchor_columns, loss.distance.normalize_embeddings
+    if normalize and call.dtype is None:  # once, not in each block
         normalize = False
-        units = unit_vectors(comparison.anchors), unit_vectors(comparison.candidates)
-        comparison = comparison._replace(anchors=units[0], candidates=units[1])
-    how = normalize, dtype
-    losses, unpaired = _losses_of_blocks(loss, comparison, numbers, how)
+        x, y = unit_vectors(comparison.anchors), unit_vectors(comparison.candidates)
+        comparison = comparison._replace(anchors=x, candidates=y)
+    losses, unpaired = _losses_of_blocks(loss, comparison, call, normalize)
     if columns > 0:
-        back, order = pairs.transposed()
-        known = comparison.known
-        if known is not None:
-            known = known.transposed(columns)
-        turned = Comparison(comparison.candidates[:columns], comparison.anchors, back, known=known)
+        turned, order = comparison.transposed()
         turned = turned._replace(numbers=numbers_of_pairs(comparison.numbers, order))
-        losses_back, unpaired_back = _losses_of_blocks(loss, turned, numbers, how)
+        losses_back, unpaired_back = _losses_of_blocks(loss, turned, call, normalize)
         losses, unpaired = losses.index_add(0, order, losses_back), _sum(unpaired, unpaired_back)
     return PairLosses(losses, (pairs.rows, pairs.columns), unpaired)
 
 
-def _losses_of_blocks(
-    loss: Any, comparison: Comparison, numbers: Numbers, how: tuple[bool, torch.dtype | None]
-) -> tuple[Tensor, Tensor | None]:
+def _losses_of_blocks(loss: Any, comparison: Comparison, call: Call, normalize: bool) -> tuple[Tensor, Tensor | None]:
     losses: list[Tensor] = []
     unpaired: Tensor | None = None
     first_pair = 0
     for rows, pairs in comparison.blocks():
         last_pair = first_pair + pairs.rows.shape[0]
-        numbers_of_block = dict(numbers)
+        numbers = dict(call.numbers)
         for name, values in comparison.numbers.items():
-            numbers_of_block[name] = values[first_pair:last_pair]
+            numbers[name] = values[first_pair:last_pair]
         if last_pair > first_pair or loss.counts_unpaired_rows:
             block = comparison.block(rows, pairs)
             # Checkpoint draws the same random numbers again, if a loss draws any.
             losses_of_block, unpaired_of_block = checkpoint(
-                _losses_of_block, loss, block, numbers_of_block, how, use_reentrant=False
+                _losses_of_block, loss, block, numbers, normalize, call.dtype, use_reentrant=False
             )
             losses.append(losses_of_block)
             unpaired = _sum(unpaired, unpaired_of_block)
@@ -192,9 +205,9 @@ def _losses_of_blocks(
 
 
 def _losses_of_block(
-    loss: Any, block: Comparison, numbers: Numbers, how: tuple[bool, torch.dtype | None]
+    loss: Any, block: Comparison, numbers: Numbers, normalize: bool, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    similarities = similarities_of(block.anchors, block.candidates, *how)
+    similarities = similarities_of(block.anchors, block.candidates, normalize, dtype)
     return losses_of_rows(loss, similarities, *block.masks(), block.positives, numbers)
 
 
@@ -207,23 +220,21 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 # A miner's choice
 
 
-def losses_of_indices(
-    loss: Any, batch: Batch, indices_tuple: tuple[Any, ...], both: bool, numbers: Numbers, dtype: torch.dtype | None
-) -> PairLosses:
+def losses_of_indices(loss: Any, batch: Batch, indices_tuple: tuple[Any, ...], both: bool, call: Call) -> PairLosses:
     """Return the losses of a miner's pairs or triplets, without the negatives that are known positives."""
     if loss.tiled:
         raise ValueError("tiled=True needs labels, not an indices_tuple")
     if batch.negatives is not None:
         raise ValueError("negatives cannot be given with an indices_tuple, which says what the negatives are")
     indices = _checked_indices(indices_tuple, batch.embeddings.device)
-    similarities = matrix_of(loss, batch.embeddings, batch.ref_emb, dtype)
+    similarities = matrix_of(loss, batch.embeddings, batch.ref_emb, call.dtype)
     is_known = None
     if batch.ref_ids is not None:
         is_known = batch.known_mask(Pairs(indices[0], indices[1]))
     if len(indices) == 3 and loss.takes_triplets:
         if both:
             raise ValueError("symmetric=True is not possible with triplets, whose anchors are those of the miner")
-        return _losses_of_triplets(loss, similarities, indices, is_known, numbers, batch.numbers)
+        return _losses_of_triplets(loss, similarities, indices, is_known, call.numbers, batch.numbers)
     shape = similarities.shape
     positive_mask = Pairs(indices[0], indices[1]).mask(shape)
     negative_mask = Pairs(indices[0] if len(indices) == 3 else indices[2], indices[-1]).mask(shape)
@@ -232,7 +243,7 @@ def losses_of_indices(
     pairs = Pairs.of_mask(positive_mask)
     pair_numbers = numbers_of_pairs(batch.numbers, pairs.columns)
     columns = shape[1] if both else 0
-    return losses_of_matrix(loss, similarities, (positive_mask, negative_mask), pairs, numbers, pair_numbers, columns)
+    return losses_of_matrix(loss, similarities, (positive_mask, negative_mask), pairs, columns, pair_numbers, call)
 
 
 def _losses_of_triplets(
@@ -252,7 +263,8 @@ def _losses_of_triplets(
     if len(anchors) > 0:
         numbers = numbers | numbers_of_pairs(caption_numbers, positives)
         losses = loss.triplet_losses(similarities, anchors, positives, negatives, **numbers)
-        check_result(loss, "triplet_losses", losses, len(anchors))
+        if not is_result(losses, len(anchors)):
+            raise wrong_result(loss, "triplet_losses", losses, len(anchors))
     return PairLosses(losses, (anchors, positives, negatives))
 
 

@@ -18,26 +18,22 @@ from vl_plugins.losses.matrix import PairLosses
 __all__ = ["reduced", "share_of_mean"]
 
 
-def reduced(
-    loss: Any,
-    pairs: PairLosses,
-    sides: tuple[Tensor, ...],
-    batch: Batch | None,
-    numbers: list[Any],
-    shows_nan: bool = False,
-) -> Any:
+def reduced(loss: Any, pairs: PairLosses, compared: Batch | Tensor, numbers: list[Any], shows_nan: bool = False) -> Any:
     """Return what the reducer of a loss makes of the losses of pairs, plus the regularization.
 
     Args:
         loss: a :class:`~vl_plugins.losses.PairLoss`.
         pairs: the losses.
-        sides: the embeddings that are compared, or the matrix.
-        batch: the anchors of this process; None for a matrix.
+        compared: the batch of all processes, or the matrix.
         numbers: of the call; tensors may have gradients.
-        shows_nan: NaN in any of the sides is NaN in the losses already.
+        shows_nan: NaN in any of the embeddings is NaN in the losses already.
     """
-    labels = None if batch is None else batch.labels
-    _check_reducer(loss.reducer, sides, labels)
+    is_mean = type(loss.reducer) is MeanReducer
+    embeddings, labels = compared, None
+    if isinstance(compared, Batch):
+        embeddings, labels = compared.embeddings, compared.labels
+    if not is_mean:
+        _check_reducer(loss.reducer, compared, labels)
     values, count = pairs.values, pairs.values.shape[0]
     if pairs.unpaired is not None and count > 0:
         values = values + pairs.unpaired / count
@@ -46,15 +42,14 @@ def reduced(
     if count == 0:
         info = loss.zero_loss()
     loss_dict = {"loss": info}
-    if batch is not None and loss.embedding_regularizer is not None:
-        loss_dict["embedding_reg_loss"] = loss.zero_loss() | {"losses": _regularization(loss, batch)}
-    result = loss.reducer(loss_dict, sides[0], labels)
-    if not isinstance(result, Tensor):
+    if loss.embedding_regularizer is not None:
+        loss_dict["embedding_reg_loss"] = loss.zero_loss() | {"losses": _regularization(loss, compared)}
+    result = loss.reducer(loss_dict, embeddings, labels)
+    if not isinstance(result, Tensor) or (is_mean and count > 0 and shows_nan):
         return result  # DoNothingReducer returns the dict
-    sources: list[Any] = []
-    if type(loss.reducer) is not MeanReducer or count == 0:
-        sources = [*sides, values, *numbers]
-    elif not shows_nan:
+    sides = compared.sides() if isinstance(compared, Batch) else [compared]
+    sources: list[Any] = [*sides, values, *numbers]
+    if is_mean and count > 0:
         sources = [side.detach() for side in sides]
     if count == 0:  # or parameters, as of a distance, have no gradients
         sources += [parameter for parameter in loss.parameters() if parameter.requires_grad]
@@ -64,14 +59,16 @@ def reduced(
     return result
 
 
-def _check_reducer(reducer: Any, sides: tuple[Tensor, ...], labels: Tensor | None) -> None:
+def _check_reducer(reducer: Any, compared: Batch | Tensor, labels: Tensor | None) -> None:
     """Raise ``ValueError`` for a reducer of pytorch-metric-learning that cannot reduce these pairs."""
     if labels is None and isinstance(reducer, ClassWeightedReducer):
         raise ValueError("ClassWeightedReducer needs labels, which are the classes that it weights")
-    if isinstance(reducer, PerAnchorReducer) and len(sides) > 1:  # which has as many columns as rows
-        rows, columns = len(sides[0]), len(sides[1])
-        if columns > rows:
-            raise ValueError(f"PerAnchorReducer needs at least as many images as captions, got {rows} and {columns}")
+    if isinstance(reducer, PerAnchorReducer):  # which has as many columns as rows
+        shape = compared.shape
+        if shape[1] > shape[0]:
+            raise ValueError(
+                f"PerAnchorReducer needs at least as many images as captions, got {shape[0]} and {shape[1]}"
+            )
 
 
 def share_of_mean(processes: Any, losses: list[PairLosses]) -> PairLosses:

@@ -154,7 +154,9 @@ class SmoothChamferLoss(GathersAcrossDevices, BaseMetricLossFunction):
         # Here, so that gradients in half precision are rounded once, not for each term; with base losses of
         # pytorch-metric-learning too.
         with full_precision_call(embeddings=embeddings, ref_emb=ref_emb):
-            call = joined_call(self, processes, call, needs_labels=indices_tuple is None)
+            # Losses of this package take positions, unless the positions are those of several processes.
+            needs_labels = indices_tuple is None and (processes.size > 1 or not hasattr(self.base, "symmetric"))
+            call = joined_call(self, processes, call, needs_labels)
             slots, ref_slots = call.pop("slots"), call.pop("ref_slots")
             with all_rows():
                 loss = self.base(**call, indices_tuple=indices_tuple)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vl_plugins import engine
 from vl_plugins.engine import Comparison
-from vl_plugins.losses.matrix import hardest, matrix_of, soft_maximum, summary_of_negatives
+from vl_plugins.losses.matrix import Call, hardest, matrix_of, summary_of_negatives
 
 __all__ = ["STATISTICS", "forget_statistics", "record_statistics"]
 
@@ -34,18 +34,18 @@ def forget_statistics(loss: Any) -> None:
 
 
 @torch.no_grad()
-def record_statistics(loss: Any, comparison: Comparison, numbers: dict[str, Any], dtype: torch.dtype | None) -> None:
+def record_statistics(loss: Any, comparison: Comparison, call: Call) -> None:
     """Set the statistics of a call as attributes of the loss."""
-    positive, negative = _compared(loss, comparison, numbers, dtype)
+    positive, negative = _compared(loss, comparison, call)
     has_negative = negative > -torch.inf
-    numbers = numbers | comparison.numbers
+    numbers = call.numbers | comparison.numbers
     is_active = (numbers.get("margin", loss.margin_in_use) + negative > positive) & has_negative
     pairs = max(1, len(positive))
     scale = numbers.get("scale", 1.0)
     loss.mean_positive = positive.sum() / pairs
     loss.mean_negative = negative.masked_fill(~has_negative, 0).sum() / has_negative.sum().clamp(min=1)
     loss.active_pairs = is_active.sum() / pairs
-    loss.scale_in_use = torch.as_tensor(scale, device=positive.device).detach().mean()
+    loss.scale_in_use = torch.as_tensor(scale, dtype=positive.dtype, device=positive.device).mean()
     loss.known_positives_left_out = positive.new_zeros(())
     if comparison.known is not None:
         _, negative_mask = comparison.masks()
@@ -54,21 +54,19 @@ def record_statistics(loss: Any, comparison: Comparison, numbers: dict[str, Any]
         loss.known_positives_left_out = left_out / max(1, negative_mask.numel())
 
 
-def _compared(
-    loss: Any, comparison: Comparison, numbers: dict[str, Any], dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor]:
+def _compared(loss: Any, comparison: Comparison, call: Call) -> tuple[Tensor, Tensor]:
     """Return the similarities of the positive pairs and of their anchors' negatives, (M,) each."""
-    pairs, of_negatives = comparison.positives, type(loss).of_negatives
+    pairs, x, y = comparison.positives, comparison.anchors, comparison.candidates
     comparison = comparison._replace(anchor_columns=0)
     if len(pairs.rows) == 0:
-        return comparison.anchors.new_zeros(0), comparison.anchors.new_zeros(0)
-    how: dict[str, Any] = {"normalize": getattr(loss.distance, "normalize_embeddings", True), "dtype": dtype}
-    if loss.is_plain() and of_negatives is hardest:
-        maxima = engine.maxima(comparison, **how)
-    elif loss.is_plain() and of_negatives is soft_maximum:
-        maxima = engine.soft_maxima(comparison, numbers["scale"], tiled=True, **how)
-    else:
-        similarities = matrix_of(loss, comparison.anchors, comparison.candidates, dtype)
-        summary = summary_of_negatives(loss, similarities, comparison.masks()[1], numbers)
-        return similarities[pairs.rows, pairs.columns], summary[pairs.rows]
-    return maxima.positive, maxima.of_pairs(comparison)
+        return x.new_zeros(0), x.new_zeros(0)
+    if loss.is_plain() and not loss.has_own_negatives:
+        normalize = loss.distance.normalize_embeddings
+        if type(loss).of_negatives is hardest:
+            maxima = engine.maxima(comparison, normalize, call.dtype)
+        else:
+            maxima = engine.soft_maxima(comparison, call.numbers["scale"], normalize, call.dtype, tiled=True)
+        return maxima.positive, maxima.of_pairs(comparison)
+    similarities = matrix_of(loss, x, y, call.dtype)
+    summary = summary_of_negatives(loss, similarities, comparison.masks()[1], call.numbers)
+    return similarities[pairs.rows, pairs.columns], summary[pairs.rows]

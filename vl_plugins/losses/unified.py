@@ -62,6 +62,7 @@ class UnifiedLoss(ScaledLoss):
     equation, paper = "Eq. 5, 24-27", PAPER
     numbers = ("scale", "margin")
     by_row = True
+    has_matrix_losses = False  # but with weights or relative similarities
 
     def __init__(
         self,
@@ -79,11 +80,9 @@ class UnifiedLoss(ScaledLoss):
             raise ValueError(f"weights must be two functions, of positives and of negatives, got {len(weights)}")
         self.positive_weight, self.negative_weight = map(_function, weights)
         self.relative = _function(relative)
+        if self.positive_weight is not None or self.relative is not None:
+            self.has_matrix_losses = True
         self.add_to_recordable_attributes(name="margin")
-
-    @property
-    def has_matrix_losses(self) -> bool:
-        return self.positive_weight is not None or self.relative is not None
 
     def check_number(self, name: str, value: Any) -> Any:
         if name != "margin":

@@ -213,9 +213,9 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         self.has_ids = state.get("has_ids", False)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in QUEUE:
             destination[prefix + name] = getattr(self, name)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         self.id_memory = torch.full_like(self.id_memory, NO_ID)  # until version 0.3 there was none

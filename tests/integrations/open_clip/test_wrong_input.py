@@ -111,7 +111,7 @@ FLAGS = {
     f"{LOSS} --loss-kwargs temperature=0.07": "unknown option temperature; scale = 1 / temperature = 14.3",
     f"{LOSS} --miner-kwargs a=1": "--miner-kwargs needs --miner",
     f"{LOSS} --reducer ThresholdReducer --reducer-kwargs low=a": "--loss unified: its first call: .*'>' not supported",
-    f"{LOSS} --head set --distance LpDistance": "embeddings must be .B, D. for LpDistance",
+    f"{LOSS} --head set --distance LpDistance": "embeddings must have the shape .A, D., got",
     "--head set": "--head set needs --loss, such as unified, or smooth_chamfer for sets",
     "--miner BatchHardMiner": "--miner BatchHardMiner needs --loss",
     "--allow-duplicate-captions": "--allow-duplicate-captions needs training data, and --loss or --captions-per-image",
