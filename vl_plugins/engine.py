@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding_bag, threshold
+from torch.nn.functional import embedding_bag
 
-from vl_plugins.numerics import fill_at, full_precision
+from vl_plugins.numerics import HALF, fill_at, full_precision, is_autocast_enabled
 
 __all__ = [
     "LEAST_NORM",
@@ -62,7 +62,6 @@ LEAST_NORM = 1e-12  # as in torch's normalize; here a shorter vector has no grad
 COMPILE_ON = ("cuda",)
 COMPILE_FROM = 2**24
 COMPILE_AFTER = 200
-HALF = (torch.bfloat16, torch.float16)
 HAS_OUT_DTYPE = "dtype" in torch.ops.aten.mm.overloads()  # torch 2.8 and later
 
 
@@ -309,7 +308,7 @@ class UnitVectors(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, vectors: Tensor) -> tuple[Tensor, Tensor]:
         norms = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
-        units = vectors / threshold(norms, LEAST_NORM, torch.inf)
+        units = vectors / torch.threshold(norms, LEAST_NORM, torch.inf)
         ctx.save_for_backward(vectors, units)
         ctx.mark_non_differentiable(norms)
         ctx.set_materialize_grads(False)
@@ -322,7 +321,7 @@ class UnitVectors(torch.autograd.Function):
             return None
         vectors, units = ctx.saved_tensors
         # Computed again, for second derivatives.
-        norms = threshold(torch.linalg.vector_norm(vectors, dim=-1, keepdim=True), LEAST_NORM, torch.inf)
+        norms = torch.threshold(torch.linalg.vector_norm(vectors, dim=-1, keepdim=True), LEAST_NORM, torch.inf)
         return torch.addcmul(grad, units, (grad * units).sum(-1, keepdim=True), value=-1) / norms
 
 
@@ -366,7 +365,7 @@ def _norms(vectors: Tensor) -> Tensor:
     """Return the norm of each vector, (N, 1); infinity for a zero vector, so that it and its gradient stay zero."""
     dtype = torch.float32 if vectors.dtype in HALF else None
     norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True, dtype=dtype)
-    return threshold(norms, LEAST_NORM, torch.inf)
+    return torch.threshold(norms, LEAST_NORM, torch.inf)
 
 
 class _Vectors(NamedTuple):
@@ -417,11 +416,6 @@ class Maxima(NamedTuple):
     positive: Tensor
     of_anchors: Tensor
 
-    @classmethod
-    def of(cls, values: Tensor, comparison: Comparison) -> "Maxima":
-        pairs = comparison.positives.rows.shape[0]
-        return cls(*values.split_with_sizes([pairs, values.shape[0] - pairs]))
-
     def of_pairs(self, comparison: Comparison) -> Tensor:
         """Return the maximum of each pair's row, (M,), and then those of its column, (2 M,), if columns are anchors."""
         pairs, anchors = comparison.positives, comparison.anchors.shape[0]
@@ -443,7 +437,10 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
                 "the gradient of embeddings that are compared in blocks has no derivative (create_graph=True): give "
                 "the loss a matrix, loss.from_similarities(...)"
             )
-        with torch.autocast(grads[0].device.type, enabled=False):
+        device = grads[0].device.type
+        if not is_autocast_enabled(device):
+            return backward(ctx, *grads)
+        with torch.autocast(device, enabled=False):
             return backward(ctx, *grads)
 
     return checked
@@ -468,7 +465,8 @@ def soft_maxima(
     """
     x, y = comparison.anchors, comparison.candidates
     values = _SoftMaxima.apply(x, y, scale, comparison, normalize, dtype, tiled)
-    return Maxima.of(values, comparison)
+    pairs = comparison.positives.rows.shape[0]
+    return Maxima(*values.split_with_sizes([pairs, values.shape[0] - pairs]))
 
 
 class _SoftMaxima(torch.autograd.Function):
@@ -598,10 +596,6 @@ class _Gradient:
             self.upstream = upstream / self.unit
         self.x: Any = None
         self.y: Any = None
-        if self.needs_x or self.needs_scale:
-            self.x = torch.empty_like(vectors.x, dtype=upstream.dtype)
-        if self.needs_y:
-            self.y = torch.zeros_like(vectors.y, dtype=upstream.dtype)
 
     def add(self, rows: slice, weights: Tensor) -> None:
         """Add the gradient of a block of similarities, which is changed."""
@@ -609,11 +603,18 @@ class _Gradient:
         if x_norms is not None and y_norms is not None:
             weights.div_(y_norms.T).div_(x_norms[rows])
         weights = weights.to(x.dtype)
-        if self.x is not None:
-            multiply(weights, y, out=self.x[rows])
-        if self.y is not None and x.dtype in HALF:
+        if self.needs_x or self.needs_scale:
+            if weights.shape[0] == x.shape[0]:
+                self.x = multiply(weights, y)
+            else:
+                if self.x is None:
+                    self.x = torch.empty_like(x, dtype=self.upstream.dtype)
+                multiply(weights, y, out=self.x[rows])
+        if self.needs_y and self.y is None:
+            self.y = multiply(weights.T, x[rows])
+        elif self.needs_y and x.dtype in HALF:
             self.y.add_(multiply(weights.T, x[rows]))
-        elif self.y is not None:
+        elif self.needs_y:
             self.y.addmm_(weights.T, x[rows])
 
     def finished(self) -> tuple[Any, Any, Any]:
@@ -677,7 +678,8 @@ def maxima(comparison: Comparison, normalize: bool, dtype: torch.dtype | None) -
             similarities.append(of_columns.values)
         pairs = Pairs(torch.cat(pair_rows), torch.cat(pair_columns))
     values = _PairSimilarities.apply(x, y, units, pairs, numbers, torch.cat(similarities))
-    return Maxima.of(values, comparison)
+    pairs = comparison.positives.rows.shape[0]
+    return Maxima(*values.split_with_sizes([pairs, values.shape[0] - pairs]))
 
 
 class _ColumnMaxima:

@@ -23,6 +23,7 @@ __all__ = [
     "fill_at",
     "full_precision",
     "full_precision_call",
+    "is_autocast_enabled",
     "type_of_products",
     "with_labels",
 ]
@@ -51,10 +52,10 @@ UNSIGNED = getattr(torch, "uint64", None)  # torch 2.2 has none
 
 # torch.compile traces either; torch 2.2 has only the second.
 _is_compiling = getattr(torch.compiler, "is_compiling", None) or torch._utils.is_compiling
-_is_autocast_enabled, _autocast_dtype = torch.is_autocast_enabled, getattr(torch, "get_autocast_dtype", None)
+is_autocast_enabled, _autocast_dtype = torch.is_autocast_enabled, getattr(torch, "get_autocast_dtype", None)
 if _autocast_dtype is None:  # until torch 2.3
 
-    def _is_autocast_enabled(device: str) -> bool:  # type: ignore[misc]
+    def is_autocast_enabled(device: str) -> bool:  # type: ignore[misc]
         return torch.is_autocast_cpu_enabled() if device == "cpu" else torch.is_autocast_enabled()
 
     def _autocast_dtype(device: str) -> torch.dtype:
@@ -97,13 +98,16 @@ def full_precision_call(products: str = "float32", **embeddings: Any) -> Iterato
     of_caller = None
     if _types.get() is not None:
         of_caller, _ = _types.get()
-    elif _is_autocast_enabled(device) and torch.float64 not in dtypes:
+    elif is_autocast_enabled(device) and torch.float64 not in dtypes:
         of_caller = _autocast_dtype(device)
     elif len(dtypes) == 1 and dtypes <= HALF:
         of_caller = dtypes.pop()
     dtype = of_caller if products == "autocast" else None
     token = _types.set((of_caller, dtype))
     try:
+        if not is_autocast_enabled(device):  # entering torch's context takes longer than a small product
+            yield dtype
+            return
         with torch.autocast(device, enabled=False):
             yield dtype
     finally:

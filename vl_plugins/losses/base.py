@@ -378,16 +378,16 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
             shows_nan = shows_nan and uses_engine and (both or batch.one_set)
         else:
             shows_nan = shows_nan and (both or batch is everything) and everything.embeddings.shape[0] > 1
-        losses = []
-        for comparison in batch.comparisons(everything, both):
+        comparisons, losses = batch.comparisons(everything, both), []
+        for comparison in comparisons:
             confidence = comparison.numbers.pop(CONFIDENCE, None)
             pairs = self._losses(comparison, call, uses_engine)
             if confidence is not None:
                 pairs = pairs._replace(values=pairs.values * confidence)
             shows_nan = shows_nan and comparison.known is None and pairs.values.shape[0] > 0
-            if not losses:  # anchors are those of the call
-                self._look_at(batch, comparison, call)
             losses.append(pairs)
+        if self.collect_stats:
+            record_statistics(self, comparisons[0], call)
         pairs = losses[0]
         if batch is not everything:
             pairs = share_of_mean(self.processes, losses)
@@ -396,6 +396,9 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
     def _losses(self, comparison: Comparison, call: Call, uses_engine: bool) -> PairLosses:
         """Return the losses of the positive pairs: from vectors, by blocks of rows of a matrix, or by the matrix."""
         pairs, x, y = comparison.positives, comparison.anchors, comparison.candidates
+        positive, possible = pairs.rows.shape[0], x.shape[0] * y.shape[0]
+        if positive == 0 or positive >= possible - x.shape[0]:
+            self._warn_of_no_pairs(comparison, positive, possible)
         has_turned_copies = comparison.copies is not None and comparison.anchor_columns > 0  # which no block has
         can_be_tiled = uses_engine or (self.by_row and self.is_plain() and not has_turned_copies)
         if self.tiled and not can_be_tiled:
@@ -405,8 +408,8 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
             )
         tiled = self.tiled
         if tiled is None:
-            tiled = can_be_tiled and x.shape[0] * y.shape[0] * x.element_size() > engine.MATRIX_BYTES
-        if pairs.rows.shape[0] == 0 and not self.counts_unpaired_rows:  # torch has no maximum of nothing
+            tiled = can_be_tiled and possible * x.element_size() > engine.MATRIX_BYTES
+        if positive == 0 and not self.counts_unpaired_rows:  # torch has no maximum of nothing
             return PairLosses(x.new_zeros(0), (pairs.rows, pairs.columns))
         if uses_engine:
             return PairLosses(self._of_vectors(comparison, call, tiled), (pairs.rows, pairs.columns))
@@ -495,15 +498,14 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
             losses = losses_of_matrix(self, similarities, masks, pairs, columns, pair_numbers, call)
             return reduced(self, losses, similarities, [*numbers.values(), *pair_numbers.values()])
 
-    def _look_at(self, batch: Batch, comparison: Comparison, call: Call) -> None:
-        """Record statistics, and warn once of a batch whose loss is 0 because of its labels, such as two numberings."""
-        if self.collect_stats:
-            record_statistics(self, comparison, call)
-        rows, columns = comparison.anchors.shape[0], comparison.candidates.shape[0]
-        is_queue = batch.copies is not None and not batch.one_set  # which may be empty at first
+    def _warn_of_no_pairs(self, comparison: Comparison, positive: int, possible: int) -> None:
+        """Warn once of a batch whose loss is 0 because of its labels, such as two numberings."""
+        rows, is_one_set = comparison.anchors.shape[0], comparison.anchors is comparison.candidates
+        is_queue = comparison.copies is not None and not is_one_set  # which may be empty at first
         if self._has_warned or rows < 2 or is_queue:
             return
-        positive, possible = comparison.positives.rows.shape[0], rows * columns - rows * batch.one_set
+        if is_one_set:
+            possible -= rows
         if positive == 0 or (positive == possible and not self.has_matrix_losses):  # which may need no negatives
             self._has_warned = True
             which = "no pair" if positive == 0 else "every pair"
