@@ -49,6 +49,7 @@ __all__ = [
     "similarities_of",
     "soft_maxima",
     "unit_vectors",
+    "without_autocast",
 ]
 
 # Similarities of a block: on the CPU they should stay in the cache; elsewhere fewer, larger steps are faster.
@@ -171,7 +172,7 @@ class Comparison(NamedTuple):
         positives: M pairs.
         anchor_columns: the first so many candidates are also anchors, in the same matrix; 0 for none.
         copies: (A,), a candidate that is each anchor's own copy, with which it is not compared; or None.
-        known: further pairs that are no negatives, or None.
+        known_positives: further pairs that are no negatives, or None.
         all_have_negatives: whether that is certain of every anchor.
         numbers: (M,) by name, such as the margin of each positive pair.
     """
@@ -181,7 +182,7 @@ class Comparison(NamedTuple):
     positives: Pairs
     anchor_columns: int = 0
     copies: Tensor | None = None
-    known: KnownPositives | None = None
+    known_positives: KnownPositives | None = None
     all_have_negatives: bool = False
     numbers: dict[str, Tensor] = {}  # noqa: RUF012 (never changed)
 
@@ -192,26 +193,30 @@ class Comparison(NamedTuple):
         negative_mask = ~positive_mask
         if self.copies is not None:
             fill_at(negative_mask, (torch.arange(shape[0], device=self.copies.device), self.copies), False)
-        if self.known is not None:
-            negative_mask &= ~self.known.mask(shape)
+        if self.known_positives is not None:
+            negative_mask &= ~self.known_positives.mask(shape)
         return positive_mask, negative_mask
 
     def transposed(self) -> tuple["Comparison", Tensor]:
         """Return the columns that are anchors with the rows as candidates, and the order of the pairs."""
-        columns, known = self.anchor_columns, self.known
+        columns, known_positives = self.anchor_columns, self.known_positives
         back, order = self.positives.transposed()
-        if known is not None:
-            known = known._replace(items_are_rows=False, single_ids=known.single_ids[:columns])
-        return Comparison(self.candidates[:columns], self.anchors, back, known=known), order
+        if known_positives is not None:
+            known_positives = known_positives._replace(
+                items_are_rows=False, single_ids=known_positives.single_ids[:columns]
+            )
+        return Comparison(self.candidates[:columns], self.anchors, back, known_positives=known_positives), order
 
     def block(self, rows: slice, positives: Pairs) -> "Comparison":
         """Return the comparison of a block of rows."""
-        copies, known = self.copies, self.known
+        copies, known_positives = self.copies, self.known_positives
         if copies is not None:
             copies = copies[rows]
-        if known is not None:
-            known = known.of_rows(rows)
-        return self._replace(anchors=self.anchors[rows], positives=positives, copies=copies, known=known)
+        if known_positives is not None:
+            known_positives = known_positives.of_rows(rows)
+        return self._replace(
+            anchors=self.anchors[rows], positives=positives, copies=copies, known_positives=known_positives
+        )
 
     def blocks(self) -> list[tuple[slice, Pairs]]:
         """Return the rows of each block with its positive pairs, whose rows count from the first one of the block.
@@ -241,11 +246,11 @@ class Comparison(NamedTuple):
         if self.copies is not None:
             rows_of_block = torch.arange(block.shape[0], device=block.device)
             fill_at(block, (rows_of_block, self.copies[rows]), -torch.inf)
-        if self.known is not None:
-            known = self.known
+        if self.known_positives is not None:
+            known_positives = self.known_positives
             if block.shape[0] < self.anchors.shape[0]:
-                known = known.of_rows(rows)
-            block.masked_fill_(known.mask(block.shape), -torch.inf)
+                known_positives = known_positives.of_rows(rows)
+            block.masked_fill_(known_positives.mask(block.shape), -torch.inf)
         return of_positives
 
 
@@ -296,6 +301,46 @@ class _Product(torch.autograd.Function):
 def product(x: Tensor, y: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return ``x @ y.mT`` in the type of ``x``, or of float16 or bfloat16; differentiable any number of times."""
     result: Tensor = _Product.apply(x, y, dtype)
+    return result
+
+
+class _WithoutAutocast(torch.autograd.Function):
+    """A function of two tensors, whose gradients are computed in full precision, whatever the caller's autocast."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        ctx.function, ctx.is_one = function, x is y
+        with torch.enable_grad():
+            ctx.leaves = x.detach().requires_grad_(), y.detach().requires_grad_()
+            if ctx.is_one:
+                ctx.leaves = ctx.leaves[0], ctx.leaves[0]
+            ctx.result = function(*ctx.leaves)
+        return ctx.result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        inputs, result, is_differentiated = ctx.leaves, ctx.result, torch.is_grad_enabled()
+        with torch.autocast(grads[0].device.type, enabled=False):
+            if is_differentiated:  # with create_graph=True: again, from tensors that have a graph
+                inputs = [side if side.requires_grad else side.detach().requires_grad_() for side in ctx.saved_tensors]
+                if ctx.is_one:
+                    inputs = [inputs[0], inputs[0]]
+                result = ctx.function(*inputs)
+            sides = inputs[:1] if ctx.is_one else inputs
+            x_grad, *y_grad = torch.autograd.grad(
+                result, sides, grads[0], retain_graph=True, create_graph=is_differentiated
+            )
+        return None, x_grad, *(y_grad or [None])
+
+
+def without_autocast(function: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
+    """Return ``function(x, y)``, whose gradients are those of full precision, also in a backward pass under autocast.
+
+    For functions without parameters, such as the distances of pytorch-metric-learning, whose products torch would
+    round there.
+    """
+    result: Tensor = _WithoutAutocast.apply(function, x, y)
     return result
 
 

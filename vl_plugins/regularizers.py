@@ -70,7 +70,8 @@ class JoinedSets:
             cosines = product(self.units, self.units)  # of unit vectors: ||x - x'||^2 = 2 - 2 cos
             kernels = (2 * scale * (cosines - 1)).exp()
             # Not masked: 0 times NaN is NaN.
-            return ((kernels * pairs).sum(dim=(1, 2)) / count.clamp(min=1)) @ self._shares(count > 0)
+            means = (kernels * pairs).sum(dim=(1, 2)) / count.clamp(min=1)
+            return (means * self._shares(count > 0)).sum()
 
     def _shares(self, mask: Tensor) -> Tensor:
         """Return 1 / number of True entries of a side, and 0 for others."""
@@ -90,7 +91,8 @@ def _kernel_sum(
     coincide = distances <= ROUNDING * torch.finfo(x.dtype).eps * sums
     # The derivatives of a root are infinite at 0.
     distances = distances.masked_fill(coincide, 1).sqrt().masked_fill(coincide, 0)
-    return x_weights @ (-gamma * distances).expm1() @ y_weights
+    sums = product((-gamma * distances).expm1(), y_weights[None])  # (x, 1)
+    return product(x_weights[None], sums.T).squeeze()
 
 
 def circular_variance(sets: Tensor) -> Tensor:

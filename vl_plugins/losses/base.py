@@ -384,7 +384,7 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
             pairs = self._losses(comparison, call, uses_engine)
             if confidence is not None:
                 pairs = pairs._replace(values=pairs.values * confidence)
-            shows_nan = shows_nan and comparison.known is None and pairs.values.shape[0] > 0
+            shows_nan = shows_nan and comparison.known_positives is None and pairs.values.shape[0] > 0
             losses.append(pairs)
         if self.collect_stats:
             record_statistics(self, comparisons[0], call)

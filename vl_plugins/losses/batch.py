@@ -89,9 +89,9 @@ class Batch:
         """
         is_whole = everything is self
         positives = self._positives(everything)
-        known = None
+        known_positives = None
         if everything.ref_ids is not None:
-            known = everything.known_positives(positives, self.matching_ids, self.copies)
+            known_positives = everything.known_positives(positives, self.matching_ids, self.copies)
         candidates = everything.ref_emb
         if everything.negatives is not None:
             candidates = joined_sets([candidates, everything.negatives])
@@ -99,13 +99,20 @@ class Batch:
         if both and is_whole:
             anchor_columns = self.ref_emb.shape[0]
         # By position, the captions of another row are negatives.
-        is_certain = self.owners is not None and known is None and bool(everything.captions)
+        is_certain = self.owners is not None and known_positives is None and bool(everything.captions)
         all_have_negatives = is_certain and everything.embeddings.shape[0] > 1
         numbers = {}
         if everything.numbers:
             numbers = numbers_of_pairs(everything.numbers, positives.columns)
         rows = Comparison(
-            self.embeddings, candidates, positives, anchor_columns, self.copies, known, all_have_negatives, numbers
+            self.embeddings,
+            candidates,
+            positives,
+            anchor_columns,
+            self.copies,
+            known_positives,
+            all_have_negatives,
+            numbers,
         )
         if is_whole or not both:
             return [rows]
@@ -117,12 +124,14 @@ class Batch:
             positives = label_pairs(self.ref_labels, everything.labels)
         else:
             positives = Pairs(torch.arange(len(self.owners), device=self.owners.device), self.owners, per_row=1)
-        known = None
+        known_positives = None
         if everything.ref_ids is not None:
             positives_of_rows = everything._positives(everything)
-            known = everything.known_positives(positives_of_rows, everything.matching_ids, None, self.ref_ids)
+            known_positives = everything.known_positives(positives_of_rows, everything.matching_ids, None, self.ref_ids)
         numbers = numbers_of_pairs(self.numbers, positives.rows)
-        return Comparison(self.ref_emb, everything.embeddings, positives, 0, None, known, all_have_negatives, numbers)
+        return Comparison(
+            self.ref_emb, everything.embeddings, positives, 0, None, known_positives, all_have_negatives, numbers
+        )
 
     def _positives(self, everything: "Batch") -> Pairs:
         """Return the positive pairs of these rows and all columns, by labels or by position."""
@@ -136,8 +145,8 @@ class Batch:
         pairs = label_pairs(self.labels, everything.ref_labels)
         if self.copies is None:
             return pairs
-        (others,) = (self.copies[pairs.rows] != pairs.columns).nonzero(as_tuple=True)
-        return Pairs(pairs.rows[others], pairs.columns[others])
+        (others_than_copies,) = (self.copies[pairs.rows] != pairs.columns).nonzero(as_tuple=True)
+        return Pairs(pairs.rows[others_than_copies], pairs.columns[others_than_copies])
 
     def known_positives(
         self, positives: Pairs, matching_ids: Tensor | None, copies: Tensor | None, single_ids: Tensor | None = None
@@ -177,8 +186,8 @@ class Batch:
         positives = mined
         if self.labels is not None and self.ref_labels is not None:
             positives = label_pairs(self.labels, self.ref_labels)
-        known = self.known_positives(positives, self.matching_ids, self.copies)
-        return known.mask(self.shape)
+        known_positives = self.known_positives(positives, self.matching_ids, self.copies)
+        return known_positives.mask(self.shape)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from vl_plugins.engine import Comparison, Pairs, matrix_maximum, similarities_of, unit_vectors
+from vl_plugins.engine import Comparison, Pairs, matrix_maximum, similarities_of, unit_vectors, without_autocast
 from vl_plugins.losses.batch import Batch, numbers_of_pairs
 
 __all__ = [
@@ -67,7 +67,10 @@ def matrix_of(loss: Any, x: Tensor, y: Tensor, dtype: torch.dtype | None) -> Ten
     """Return the similarities of all pairs, (A, C), larger is closer."""
     if loss.is_plain():
         return similarities_of(x, y, loss.distance.normalize_embeddings, dtype)
-    distances: Tensor = loss.distance(x, y)
+    if list(loss.distance.parameters()):
+        distances: Tensor = loss.distance(x, y)
+    else:
+        distances = without_autocast(loss.distance, x, y)
     return distances if loss.distance.is_inverted else -distances
 
 

@@ -47,7 +47,7 @@ def record_statistics(loss: Any, comparison: Comparison, call: Call) -> None:
     loss.active_pairs = is_active.sum() / pairs
     loss.scale_in_use = torch.as_tensor(scale, dtype=positive.dtype, device=positive.device).mean()
     loss.known_positives_left_out = positive.new_zeros(())
-    if comparison.known is not None:
+    if comparison.known_positives is not None:
         _, negative_mask = comparison.masks()
         copies = 0 if comparison.copies is None else len(comparison.copies)
         left_out = negative_mask.numel() - len(positive) - copies - negative_mask.sum()
