@@ -282,8 +282,7 @@ class _Product(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             if dtype is None:
                 return x @ y.mT
-            # In units of its largest entry: float16 has no numbers below 6e-8, as gradients may be.
-            unit = x.abs().amax().clamp(min=torch.finfo(x.dtype).tiny)
+            unit = _unit(x)
             return multiply((x / unit).to(dtype), y.to(dtype).mT).mul_(unit)
 
     @staticmethod
@@ -386,9 +385,22 @@ def similarities_of(x: Tensor, y: Tensor, normalize: bool, dtype: torch.dtype | 
         if normalize:
             x, y = unit_vectors(x), unit_vectors(y)
         return product(x, y)
-    x, y = x.to(dtype).to(x.dtype), y.to(dtype).to(y.dtype)  # rounded before their norms are taken
+    x, y = _rounded(x, dtype), _rounded(y, dtype)  # before their norms are taken
     products = product(x, y, dtype)
     return products / _norms(x) / _norms(y).T if normalize else products
+
+
+def _rounded(vectors: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return vectors as a half-precision type has them; their gradients are not rounded."""
+    constants = vectors.detach()
+    return vectors + (constants.to(dtype).to(vectors.dtype) - constants)
+
+
+def _unit(tensor: Tensor) -> Tensor:
+    """Return the power of two above the largest entry, by which float16 neither overflows nor vanishes below 6e-8."""
+    largest = tensor.detach().abs().amax().clamp(min=torch.finfo(tensor.dtype).tiny)
+    mantissa, _ = torch.frexp(largest)
+    return largest / mantissa
 
 
 def matrix_maximum(similarities: Tensor, negative_mask: Tensor, scale: float | Tensor | None = None) -> Tensor:
@@ -635,7 +647,7 @@ class _Gradient:
         self.needs_x, self.needs_y, self.needs_scale = needs[:3]
         self.unit: Any = None
         if vectors.x.dtype in HALF:
-            self.unit = upstream.abs().amax().clamp(min=torch.finfo(upstream.dtype).tiny)
+            self.unit = _unit(upstream)
             if vectors.x_norms is not None and vectors.y_norms is not None:
                 self.unit = self.unit / (vectors.x_norms.amin() * vectors.y_norms.amin())
             self.upstream = upstream / self.unit

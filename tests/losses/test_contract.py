@@ -381,6 +381,20 @@ def test_one_set_and_two():
     check_call("unified", {"embeddings": images, "labels": LABELS, "ref_emb": texts, "ref_labels": LABELS})
 
 
+@pytest.mark.parametrize("reducer", [reducers.MeanReducer, reducers.AvgNonZeroReducer])
+def test_a_usual_mask_value_in_a_matrix(reducer):
+    """The smallest number stands where a pair is not to be compared; two of them add up to minus infinity."""
+    similarities = torch.rand(4, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    positive_mask, negative_mask = torch.eye(4).bool(), ~torch.eye(4).bool()
+    negative_mask[0, 2:] = False
+    masked = similarities.masked_fill(~(positive_mask | negative_mask), torch.finfo(torch.float32).min)
+    values = []
+    for matrix in (similarities, masked):
+        value = make_loss("unified", reducer=reducer()).from_similarities(matrix, positive_mask, negative_mask)
+        values.append((value, torch.autograd.grad(value, similarities)[0]))
+    torch.testing.assert_close(*values)
+
+
 @pytest.mark.parametrize("mask", [torch.ones(3, 4), torch.ones(4, 3, dtype=torch.bool)])
 def test_masks_of_another_shape_or_type(mask):
     similarities, right = torch.rand(3, 4), torch.ones(3, 4, dtype=torch.bool)

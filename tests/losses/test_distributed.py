@@ -1,5 +1,6 @@
 """Two processes: losses of the joined batch, whose value and gradients are those of one process with all rows."""
 
+import copy
 import pickle
 
 import pytest
@@ -187,7 +188,66 @@ def in_one_process(rank):
         x[:rank], ref_emb=x[:rank], ref_ids=[1, 2][:rank], matching_ids=[[1], [2]][:rank]
     )
     found["gathered"] = all_gather_rows(x, None, torch.arange(rank + 1))[1:]
+    # More than the processes say of them in one message.
+    found["many tensors"] = [
+        [tensor.tolist() for tensor in all_gather_rows(*[torch.full((rank + 1,), number) for number in range(size)])]
+        for size in (60, 300)
+    ]
+    found["labels by class"] = labels_by_class(rank)
+    found["queue"] = queue_in_data_parallel(rank)
+    found["without pairs"] = rows_without_pairs(rank)
     return found
+
+
+def labels_by_class(rank):
+    """Errors for labels of three rows, in the first call and in that of a copy."""
+    loss, x = create_loss("unified", gather_across_devices=True), torch.eye(6)
+    errors = []
+    calls = [([0, 0, 1, 1, 2, 2], False), ([0, 1, 2, 0, 1, 2], False), (range(6), False), (range(6), True)]
+    for labels, are_global in calls:
+        for of_call in (loss, copy.deepcopy(loss)):
+            of_call.global_labels = are_global
+            try:
+                of_call(x, list(labels), ref_emb=x.flip(0), ref_labels=list(labels))
+                errors.append("")
+            except ValueError as error:
+                errors.append(str(error)[:33])
+    wrapped = DistributedLoss(create_loss("unified"), global_labels=True)
+    wrapped(x, list(range(6)), ref_emb=x, ref_labels=list(range(6)))
+    return errors
+
+
+def queue_in_data_parallel(rank):
+    """The labels and embeddings in the queue of a process, after three steps under DistributedDataParallel."""
+    torch.manual_seed(0)
+    queue = CrossBatchMemory(create_loss("unified"), embedding_size=4, memory_size=20)
+    model = DistributedDataParallel(TowerAndQueue(queue))
+    for step in range(3):
+        rows = torch.randn(3, 5, generator=torch.Generator().manual_seed(2 * step + rank))
+        model(rows, torch.arange(3) + 100 * rank + 10 * step).backward()
+    return queue.label_memory[:9].tolist()
+
+
+class TowerAndQueue(torch.nn.Module):
+    def __init__(self, queue):
+        super().__init__()
+        self.tower, self.queue = torch.nn.Linear(5, 4), queue
+
+    def forward(self, rows, labels):
+        return self.queue(self.tower(rows), labels)
+
+
+def rows_without_pairs(rank):
+    """Value and gradient of SigLIP, where one process has rows and captions, but no pair."""
+    labels = [[0, 1], [7, 8]][rank]
+    x, y = (
+        torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2 * rank + side))
+        for side in (0, 1)
+    )
+    loss = create_loss("siglip", gather_across_devices=True)
+    x.requires_grad_()
+    value = loss(x, labels, ref_emb=y, ref_labels=[[0, 1], [5, 6]][rank])
+    return value.detach(), torch.autograd.grad(value, x)[0], x.detach(), y
 
 
 def find_nan(rank):
@@ -313,6 +373,33 @@ def test_labels_that_would_join_strangers_unequal_arguments_and_unequal_rows(res
         nothing, counts = found["gathered"]
         assert nothing is None
         assert counts.tolist() == [0, 0, 1]
+
+
+def test_many_tensors(results):
+    for found in results:
+        assert found["many tensors"] == [[[number] * 3 for number in range(size)] for size in (60, 300)]
+
+
+def test_what_the_caller_says_of_labels_decides(results):
+    """Only 0 to B - 1 in every process is an error, unless the caller says that labels are global."""
+    places = ["labels are 0 to B - 1 in every pro"[:33]] * 2
+    for found in results:
+        assert found["labels by class"] == [*[""] * 4, *places, "", ""]
+
+
+def test_each_process_has_its_own_queue(results):
+    """DistributedDataParallel copies buffers of the first process to the others."""
+    for rank, found in enumerate(results):
+        assert found["queue"] == [100 * rank + 10 * step + row for step in range(3) for row in range(3)]
+
+
+def test_rows_of_a_process_without_pairs_count(results):
+    values, gradients, images, texts = zip(*[found["without pairs"] for found in results], strict=True)
+    x = torch.cat(images).requires_grad_()
+    loss = create_loss("siglip")
+    expected = loss(x, [0, 1, 7, 8], ref_emb=torch.cat(texts), ref_labels=[0, 1, 5, 6])
+    torch.testing.assert_close(sum(values) / WORLD_SIZE, expected.detach())
+    torch.testing.assert_close(torch.cat(gradients) / WORLD_SIZE, torch.autograd.grad(expected, x)[0])
 
 
 def test_the_queue_of_one_process():

@@ -231,3 +231,23 @@ def test_a_state_of_version_0_3(name):
         assert loss.step == 2
         for part in (loss.first, loss.then):
             assert (part.distance.scale, part.distance.shift) == (7.0, 3.0)
+
+
+# SigLIP
+
+
+@pytest.mark.parametrize("labels", [[0, 1, 2, 9, 8], [9, 8, 7, 0, 1]])
+@pytest.mark.parametrize("tiled", [False, True])
+def test_each_pair_counts_once_also_of_an_image_without_a_caption(labels, tiled, monkeypatch):
+    """In each block of rows, whether it has pairs or not."""
+    monkeypatch.setattr("vl_plugins.engine.block_rows", lambda *_, **__: 2)
+    images, texts = (torch.randn(5, 8, dtype=torch.float64, generator=seeded(seed)).requires_grad_() for seed in (0, 1))
+    texts_of_labels = [0, 0, 1, 2, 5]
+    loss = create_loss("siglip", scale=5.0, bias=-1.0, tiled=tiled)
+    value = loss(images, labels, ref_emb=texts, ref_labels=texts_of_labels)
+    signs = torch.where(torch.tensor(labels)[:, None] == torch.tensor(texts_of_labels), 1.0, -1.0)
+    logits = 5.0 * nn.functional.normalize(images) @ nn.functional.normalize(texts).T - 1.0
+    expected = -nn.functional.logsigmoid(signs * logits).sum() / (signs > 0).sum()
+    torch.testing.assert_close(value, expected)
+    sides = [images, texts]
+    torch.testing.assert_close(torch.autograd.grad(value, sides), torch.autograd.grad(expected, sides))

@@ -12,6 +12,7 @@ from tests.helpers.loops import call_with, expected, leaves_of, make_loss
 from tests.helpers.processes import in_processes
 from tests.losses.test_hooks import make_call, pairs_of
 from vl_plugins import create_loss
+from vl_plugins.distributed import DistributedLoss
 from vl_plugins.losses import SmoothChamferLoss, TripletHNLoss, TripletSHLoss, UnifiedLoss, Warmup
 from vl_plugins.losses.statistics import STATISTICS
 
@@ -42,6 +43,19 @@ def test_a_learned_scale_stays_at_its_limit_and_can_leave_it():
     assert torch.autograd.grad(value, loss.log_scale)[0] != 0
 
 
+def test_reading_a_learned_scale_changes_nothing():
+    """A repr between the forward and the backward pass, of a parameter that is beyond its limit."""
+    loss = create_loss("unified", learn_scale=True)
+    with torch.no_grad():
+        loss.log_scale.fill_(9.0)
+    decay = loss.log_scale.square()
+    assert "scale=100.0" in repr(loss)
+    assert loss.scale.item() == pytest.approx(100.0)
+    assert loss.log_scale.item() == 9.0
+    decay.backward()
+    assert loss.log_scale.grad == 18.0
+
+
 def test_a_learned_bias():
     loss, call = make_loss("siglip", learn_bias=True), call_with(2)
     bias = torch.tensor(-1.0, dtype=torch.float64, requires_grad=True)
@@ -60,6 +74,29 @@ def with_another_scale(rank):
     except ValueError as error:
         return str(error)
     return ""
+
+
+def with_another_number(rank):
+    """Errors of a call whose scale, or margin, differs: a number or a tensor."""
+    errors = []
+    for numbers in ({"scale": 20.0 + rank}, {"scale": torch.tensor(20.0 + rank)}, {"margin": 0.1 * rank}):
+        for wrap in (lambda loss: loss, DistributedLoss):
+            loss = create_loss("unified")
+            if wrap is not DistributedLoss:
+                loss.gather_across_devices = True
+            try:
+                wrap(loss)(torch.eye(3), ref_emb=torch.eye(3), **numbers)
+            except ValueError as error:
+                errors.append(str(error))
+    return errors
+
+
+def test_a_number_of_a_call_that_differs_between_processes():
+    for errors in in_processes(with_another_number, 2):
+        assert [error.partition(" has another value in each process, [")[0] for error in errors] == [
+            *["scale"] * 4,
+            *["margin"] * 2,
+        ]
 
 
 def test_a_learned_scale_that_differs_between_processes():
@@ -197,3 +234,22 @@ def test_numbers_of_a_warm_up_are_those_of_its_losses():
     assert nested(**call, scale=3.0) == UnifiedLoss()(**call, scale=3.0)
     with pytest.raises(ValueError, match="scale must be a finite number > 0"):
         Warmup(TripletSHLoss(), Warmup(TripletSHLoss(), UnifiedLoss(), steps=1), steps=1)(**call, scale=-3.0)
+
+
+class CountingWarmup(Warmup):
+    """With a buffer and a parameter of its own, and a module."""
+
+    def __init__(self, first, then, steps):
+        super().__init__(first, then, steps)
+        self.register_buffer("counts", torch.zeros(2))
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.layer = torch.nn.Linear(1, 1)
+
+
+def test_a_state_of_a_warm_ups_own():
+    losses = [CountingWarmup(UnifiedLoss(learn_scale=True), UnifiedLoss(learn_scale=True), 3) for _ in range(2)]
+    losses[0].counts.fill_(7)
+    losses[0].step = 2
+    losses[1].load_state_dict(losses[0].state_dict())
+    assert losses[1].counts.tolist() == [7, 7]
+    assert losses[1].step == 2
