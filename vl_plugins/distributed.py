@@ -91,17 +91,13 @@ class Processes:
     @property
     def size(self) -> int:
         """The number of processes whose rows a call gathers; 1 within a loss that has gathered them."""
-        return 1 if self.is_alone or _has_gathered.get() else world_size(self.group)
+        if self.is_alone or _has_gathered.get() or not (distributed.is_available() and distributed.is_initialized()):
+            return 1
+        return distributed.get_world_size(self.group)
 
     @property
     def rank(self) -> int:
         return 0 if self.size == 1 else distributed.get_rank(self.group)
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of a tensor over the processes, without a gradient."""
-        total = values.detach().clone(memory_format=torch.contiguous_format)
-        distributed.all_reduce(total, group=self.group)
-        return total
 
     def gather_rows(
         self,
@@ -109,8 +105,8 @@ class Processes:
         equal: dict[str, Any] | None = None,
         settings: tuple[str, ...] = (),
         uses_all: bool = False,
-    ) -> tuple[dict[str, Any], dict[str, list[int]]]:
-        """Return the rows of all processes in rank order, and how many each process has, both by name.
+    ) -> tuple[dict[str, Any], dict[str, list[int]], int]:
+        """Return the rows of all processes in rank order, how many each process has, and the rank; the first by name.
 
         Synchronizes the GPU once, to read the numbers of rows. The gradients of all processes are summed and sent back
         to the process that has the row, so all processes must run the backward pass together.
@@ -134,10 +130,10 @@ class Processes:
         counts: dict[str, list[int]] = {}
         padded = []
         for name, value in given.items():
-            counts[name] = facts[name, "rows"]
-            if _is_list_of_ids(value):
-                value = pad(value, (0, max(facts[name, "ids"]) - value.shape[1]), value=-1)
-            if max(facts[name, "gradient"]) and not value.requires_grad:
+            counts[name], has_gradient, number_of_ids = next(facts), max(next(facts)), max(next(facts))
+            if number_of_ids > 0:
+                value = pad(value, (0, number_of_ids - value.shape[1]), value=-1)
+            if has_gradient and not value.requires_grad:
                 value = value.detach().requires_grad_()  # or this process would not take part in the backward pass
             padded.append(value)
         joined: list[Tensor] = []
@@ -146,89 +142,78 @@ class Processes:
                 joined += _Gather.apply(self, [counts[name]], rows)
         else:
             joined += _Gather.apply(self, list(counts.values()), *padded)
-        return dict.fromkeys(tensors) | dict(zip(given, joined, strict=True)), counts
+        rank = distributed.get_rank(self.group)
+        return dict.fromkeys(tensors) | dict(zip(given, joined, strict=True)), counts, rank
 
     def _exchange(
         self, tensors: dict[str, Tensor], equal: dict[str, Any], settings: tuple[str, ...]
-    ) -> dict[tuple[str, str], list[int]]:
-        """Return what each process says about its tensors, by name and fact: ``rows``, ``gradient``, and M of ``ids``.
+    ) -> Iterator[list[int]]:
+        """Yield of each tensor three facts, of each process: how many rows it has, whether a gradient, and M of ids.
 
         Synchronizes the GPU once.
         """
-        own_facts: dict[tuple[str, str], int] = {}
+        facts: list[int] = []
         described = []
         for name, value in tensors.items():
-            own_facts[name, "rows"] = value.shape[0]
-            own_facts[name, "gradient"] = int(value.requires_grad)
-            width = str(value.shape[1:].numel())
-            if _is_list_of_ids(value):
-                own_facts[name, "ids"], width = value.shape[1], "ids"
+            width, number_of_ids = value.shape[1:].numel(), 0
+            if value.ndim == 2 and not value.is_floating_point():  # lists of ids, whose length may differ
+                width, number_of_ids = 0, width
             described.append(f"{name} {value.dtype} {width}")
+            facts += [value.shape[0], int(value.requires_grad), number_of_ids]
         description = ", ".join([*described, *equal, *settings])
         device = next(iter(tensors.values())).device
-        numbers = []
+        are_places = -1  # says nothing: no labels, or no rows
+        if "labels" in tensors and tensors["labels"].shape[0] > 0:
+            labels = tensors["labels"]
+            places = torch.arange(labels.shape[0], device=device)
+            are_places = (labels == places).all() & (labels.shape[0] > 1)
+        words = [torch.tensor([crc32(description.encode()), *facts], device=device)]
+        words.append(torch.as_tensor(are_places, device=device).long().reshape(1))
         for value in equal.values():
-            value = torch.as_tensor(value, dtype=torch.float64, device=device)
-            numbers.append(value.detach().reshape(1).view(torch.int64))
-        words = torch.tensor([crc32(description.encode()), *own_facts.values()], device=device)
-        messages = self._exchange_words(torch.cat([words, _are_places(tensors.get("labels"), device), *numbers]))
-        if len({message[0] for message in messages}) > 1:
+            number = torch.as_tensor(value, dtype=torch.float64, device=device)
+            words.append(number.detach().reshape(1).view(torch.int64))
+        of_processes = self._exchange_words(torch.cat(words)).T.tolist()
+        if len(set(of_processes[0])) > 1:
             raise ValueError(
                 f"the processes give different arguments; this one gives {description}: give the same in all"
             )
-        facts = {}
-        for place, fact in enumerate(own_facts, start=1):
-            facts[fact] = [message[place] for message in messages]
-        self._check_labels([message[1 + len(own_facts)] for message in messages], facts)
-        for place, name in enumerate(equal, start=2 + len(own_facts)):
-            values = torch.tensor([message[place] for message in messages]).view(torch.float64).tolist()
-            if len(set(values)) > 1:
+        numbers = of_processes[2 + len(facts) :]
+        if 1 in of_processes[1 + len(facts)]:
+            self._check_labels(of_processes[1 + len(facts)])
+        for name, of_number in zip(equal, numbers, strict=True):
+            if len(set(of_number)) > 1:
+                values = torch.tensor(of_number).view(torch.float64).tolist()
                 raise ValueError(
                     f"{name} has another value in each process, {values}: a learned number belongs to the model, or to "
                     "DistributedDataParallel(loss), which keep it equal"
                 )
-        return facts
+        return iter(of_processes[1 : 1 + len(facts)])
 
-    def _exchange_words(self, words: Tensor) -> list[list[int]]:
-        """Return the integers of each process, in rank order.
+    def _exchange_words(self, words: Tensor) -> Tensor:
+        """Return the integers of all processes, a row for each.
 
         The first word is that of all if they have as many, so a first message has the same length in all processes.
         """
-        first = pad(words[:MESSAGE], (0, max(0, MESSAGE - len(words))))
-        lists = self._joined_words(first)
-        if len(words) <= MESSAGE or len({own[0] for own in lists}) > 1:
-            return lists
-        further = self._joined_words(words[MESSAGE:])
-        return [own + own_further for own, own_further in zip(lists, further, strict=True)]
+        length, group = words.shape[0], self.group
+        joined = words.new_zeros(distributed.get_world_size(group), max(length, MESSAGE))
+        joined[distributed.get_rank(group), :length] = words
+        first = joined[:, :MESSAGE].contiguous()
+        distributed.all_reduce(first, group=group)
+        if length <= MESSAGE or len(set(first[:, 0].tolist())) > 1:
+            return first[:, :length]
+        further = joined[:, MESSAGE:].contiguous()
+        distributed.all_reduce(further, group=group)
+        return torch.cat([first, further], dim=1)
 
-    def _joined_words(self, words: Tensor) -> list[list[int]]:
-        joined = words.new_zeros(self.size, len(words))
-        joined[self.rank] = words
-        lists: list[list[int]] = self.sum(joined).tolist()
-        return lists
-
-    def _check_labels(self, are_places: list[int], facts: dict[tuple[str, str], list[int]]) -> None:
+    def _check_labels(self, are_places: list[int]) -> None:
         """Raise ``ValueError`` for labels that number the rows of each process anew."""
-        rows = facts.get(("labels", "rows"), [])
-        flags = [flag for flag, size in zip(are_places, rows, strict=False) if size > 0]
-        if len(flags) > 1 and all(flags) and not self.global_labels:
+        with_rows = [flag for flag in are_places if flag >= 0]
+        if len(with_rows) > 1 and all(with_rows) and not self.global_labels:
             raise ValueError(
                 "labels are 0 to B - 1 in every process, so images of different processes would be positives of each "
                 "other: give ids of the whole job, or no labels where row i belongs to row i. If equal labels do mean "
                 "the same in all processes, as classes do, say so: global_labels=True"
             )
-
-
-def _are_places(labels: Tensor | None, device: torch.device) -> Tensor:
-    """Return 1 for labels that are 0 to n - 1 in this order, n > 1, otherwise 0, as a tensor (1,)."""
-    if labels is None or len(labels) < 2:
-        return torch.zeros(1, dtype=torch.int64, device=device)
-    places = torch.arange(len(labels), device=device)
-    return (labels == places).all().reshape(1).long()
-
-
-def _is_list_of_ids(value: Tensor) -> bool:
-    return value.ndim == 2 and not value.is_floating_point()
 
 
 class _Gather(torch.autograd.Function):
@@ -237,11 +222,13 @@ class _Gather(torch.autograd.Function):
         ctx.processes, ctx.counts = processes, counts
         gathered, integers = [], []
         for rows, of_processes in zip(tensors, counts, strict=True):
-            padding = rows.new_zeros(max(of_processes) - len(rows), *rows.shape[1:])
-            padded = torch.cat([rows, padding])
-            blocks = [torch.empty_like(padded) for _ in of_processes]
+            size = max(of_processes)
+            padded = torch.cat([rows, rows.new_zeros(size - rows.shape[0], *rows.shape[1:])])
+            blocks = list(padded.new_empty(len(of_processes), *padded.shape).unbind())
             distributed.all_gather(blocks, padded, group=processes.group)
-            joined = torch.cat([block[:count] for block, count in zip(blocks, of_processes, strict=True)])
+            for number, count in enumerate(of_processes):
+                blocks[number] = blocks[number][:count]
+            joined = torch.cat(blocks)
             gathered.append(joined)
             if not joined.is_floating_point():
                 integers.append(joined)
@@ -253,10 +240,14 @@ class _Gather(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("gradients of gathered embeddings have no derivatives (create_graph=True)")
         own: list[Any] = []
+        group = ctx.processes.group
+        rank = distributed.get_rank(group)
         for grad, counts, is_needed in zip(grads, ctx.counts, ctx.needs_input_grad[2:], strict=True):
             own.append(None)
             if is_needed:  # a row gets its gradients in all processes
-                own[-1] = ctx.processes.sum(grad).split(counts)[ctx.processes.rank]
+                total = grad.clone(memory_format=torch.contiguous_format)
+                distributed.all_reduce(total, group=group)
+                own[-1] = total.split(counts)[rank]
         return None, None, *own
 
 
@@ -332,7 +323,7 @@ def all_gather_rows(*tensors: Tensor | None, group: Any = True) -> tuple[Any, ..
     if processes.size == 1 or all(tensor is None for tensor in tensors):
         return tensors
     by_name = {f"tensor {number}": tensor for number, tensor in enumerate(tensors)}
-    gathered, _ = processes.gather_rows(by_name)
+    gathered, *_ = processes.gather_rows(by_name)
     return tuple(gathered.values())
 
 
@@ -411,7 +402,11 @@ class DistributedLoss(GathersAcrossDevices, nn.Module):
 
 def learned_numbers(loss: nn.Module) -> dict[str, Any]:
     """Return the parameters of one element, such as a scale, which have to be equal in all processes."""
-    return {name: value for name, value in loss.named_parameters() if value.numel() == 1}
+    numbers = {}
+    for name, value in loss.named_parameters():
+        if value.numel() == 1:
+            numbers[name] = value
+    return numbers
 
 
 def joined_call(
@@ -455,7 +450,7 @@ def joined_call(
         elif value is None or isinstance(value, Tensor):
             tensors[name] = value
     equal = learned_numbers(loss) | numbers
-    gathered, _ = processes.gather_rows(tensors, equal, tuple(settings), uses_all=True)
+    gathered, *_ = processes.gather_rows(tensors, equal, tuple(settings), uses_all=True)
     return call | gathered
 
 

@@ -103,7 +103,8 @@ def label_pairs(labels: Tensor, ref_labels: Tensor) -> Pairs:
         labels, ref_labels: (A,) and (C,), on one device.
     """
     if labels.shape[0] * ref_labels.shape[0] <= FEW:
-        return Pairs(*(labels[:, None] == ref_labels).nonzero(as_tuple=True))
+        rows, columns = (labels[:, None] == ref_labels).nonzero(as_tuple=True)
+        return Pairs(rows, columns)
     # The positives of a row are a range of the sorted columns.
     dtype = torch.promote_types(labels.dtype, ref_labels.dtype)
     sorted_labels, order = ref_labels.to(dtype).sort(stable=True)
@@ -330,7 +331,9 @@ class _WithoutAutocast(torch.autograd.Function):
             x_grad, *y_grad = torch.autograd.grad(
                 result, sides, grads[0], retain_graph=True, create_graph=is_differentiated
             )
-        return None, x_grad, *(y_grad or [None])
+        if ctx.is_one:
+            return None, x_grad, None
+        return None, x_grad, *y_grad
 
 
 def without_autocast(function: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:

@@ -52,14 +52,20 @@ UNSIGNED = getattr(torch, "uint64", None)  # torch 2.2 has none
 
 # torch.compile traces either; torch 2.2 has only the second.
 _is_compiling = getattr(torch.compiler, "is_compiling", None) or torch._utils.is_compiling
-is_autocast_enabled, _autocast_dtype = torch.is_autocast_enabled, getattr(torch, "get_autocast_dtype", None)
-if _autocast_dtype is None:  # until torch 2.3
+# Of a device, from torch 2.4 on.
+is_autocast_enabled: Any = torch.is_autocast_enabled
+_autocast_dtype: Any = getattr(torch, "get_autocast_dtype", None)
+if _autocast_dtype is None:
 
-    def is_autocast_enabled(device: str) -> bool:  # type: ignore[misc]
-        return torch.is_autocast_cpu_enabled() if device == "cpu" else torch.is_autocast_enabled()
+    def is_autocast_enabled(device: str) -> bool:
+        if device == "cpu":
+            return torch.is_autocast_cpu_enabled()
+        return bool(torch.is_autocast_enabled())
 
     def _autocast_dtype(device: str) -> torch.dtype:
-        return torch.get_autocast_cpu_dtype() if device == "cpu" else torch.get_autocast_gpu_dtype()
+        if device == "cpu":
+            return torch.get_autocast_cpu_dtype()
+        return torch.get_autocast_gpu_dtype()
 
 
 def full_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -96,8 +102,8 @@ def full_precision_call(products: str = "float32", **embeddings: Any) -> Iterato
         dtypes.add(side.dtype)
         device = side.device.type
     of_caller = None
-    if _types.get() is not None:
-        of_caller, _ = _types.get()
+    if (types := _types.get()) is not None:
+        of_caller, _ = types
     elif is_autocast_enabled(device) and torch.float64 not in dtypes:
         of_caller = _autocast_dtype(device)
     elif len(dtypes) == 1 and dtypes <= HALF:
@@ -251,7 +257,8 @@ def _check_both_labels(rows: dict[str, Any]) -> None:
 
     For pytorch-metric-learning, one object with both names means one set. So two sets get two objects.
     """
-    labels, ref_labels = rows.get("labels"), rows["ref_labels"]
+    labels: Any = rows.get("labels")
+    ref_labels: Any = rows["ref_labels"]
     if rows.get("ref_emb") is not None:
         if labels is ref_labels:
             rows["ref_labels"] = ref_labels.clone()

@@ -1,22 +1,26 @@
-"""Operations that a call takes, and how often it waits for the device: for equal labels, and for equal ids."""
+"""Operations and functions of a call, and how often it waits for the device."""
 
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
+import vl_plugins
 from tests.helpers.operations import NEWEST, count
+from tests.helpers.processes import in_processes
 from vl_plugins import create_loss
 
 # The most operations of a call by labels, by places, and by labels with ids.
 LOSSES = [
-    ("unified", 69, 60, 91),
-    ("vlc", 66, 57, 88),
-    ("triplet_hn", 63, 55, 85),
-    ("goal", 74, 66, 96),
-    ("smooth_chamfer", 252, 246, 269),
-    ("siglip", 70, 64, 87),
-    ("triplet_sh", 78, 72, 95),
+    ("unified", 67, 57, 87),
+    ("vlc", 64, 54, 84),
+    ("triplet_hn", 63, 54, 83),
+    ("goal", 74, 65, 94),
+    ("smooth_chamfer", 252, 245, 267),
+    ("siglip", 70, 63, 85),
+    ("triplet_sh", 78, 71, 93),
 ]
 WAITS = {"labels": 1, "places": 0, "ids": 2}
 
@@ -58,3 +62,37 @@ def test_one_wait_for_a_gpu(name):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len([warning for warning in caught if "synchroniz" in str(warning.message)]) == 1
+
+
+def files_and_functions(call):
+    """How many files and functions of this package a call passes, and how many calls of functions it makes."""
+    package, functions, calls = Path(vl_plugins.__file__).parent, set(), 0
+
+    def count_call(frame, event, _):
+        nonlocal calls
+        if event == "call" and frame.f_code.co_filename.startswith(str(package)):
+            calls += 1
+            functions.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
+
+    call()  # imports
+    sys.setprofile(count_call)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return len({file for file, _ in functions}), len(functions), calls
+
+
+def path_of_unified(rank=0, gathers=False):
+    """Of a call by labels, which differ between processes, with its gradients."""
+    loss, labels = create_loss("unified", gather_across_devices=gathers), torch.arange(8) + 100 * rank + 1
+    images, texts = (torch.randn(8, 16, requires_grad=True) for _ in range(2))
+    return files_and_functions(lambda: loss(images, labels, ref_emb=texts, ref_labels=labels.clone()).backward())
+
+
+def test_few_files_and_functions_on_the_way_of_a_call():
+    files, functions, calls = path_of_unified()
+    assert files <= 6
+    assert functions <= 35
+    for _, _, calls_of_process in in_processes(path_of_unified, 2, True):
+        assert calls_of_process <= 2 * calls

@@ -319,22 +319,18 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
             ValueError: embeddings of unequal widths; labels that are missing, NaN, of another type or length; a number
                 that the loss does not take, or out of its range; or ``tiled=True`` where all similarities are needed.
         """
-        is_mined = indices_tuple is not None
-        if is_mined:
-            _check_indices_tuple(indices_tuple)
         arguments = {"embeddings": embeddings, "ref_emb": ref_emb, "labels": labels, "ref_labels": ref_labels}
-        arguments |= {"ref_ids": ref_ids, "matching_ids": matching_ids, "negatives": negatives}
-        arguments |= {"negative_ids": negative_ids, "copies": copies}
+        arguments |= {"negatives": negatives, "copies": copies}
+        arguments |= {"ref_ids": ref_ids, "matching_ids": matching_ids, "negative_ids": negative_ids}
         if not self.known_positives:
             arguments |= dict.fromkeys(["ref_ids", "matching_ids", "negative_ids"])
         numbers, caption_numbers = self._numbers_of_call(numbers)
         if confidence is not None:
             caption_numbers[CONFIDENCE] = confidence
+        is_mined = indices_tuple is not None
         with full_precision_call(self.products, embeddings=embeddings, ref_emb=ref_emb) as dtype:
-            call = Call(numbers, dtype)
-            batch = everything = Batch.of(
-                arguments, caption_numbers, isinstance(self.distance, VECTOR_DISTANCES), is_mined
-            )
+            call, compares_vectors = Call(numbers, dtype), isinstance(self.distance, VECTOR_DISTANCES)
+            batch = everything = Batch.of(arguments, caption_numbers, compares_vectors, is_mined)
             if symmetric is None:
                 symmetric = self.symmetric and not is_mined
             both = symmetric and not batch.one_set
@@ -352,7 +348,9 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
             raise ValueError("copies are places of one process: create the loss without gather_across_devices")
         # In words, so that an error can list them: a warm-up may have ended in one process only.
         settings = type(self).__name__, f"symmetric={both}", "indices_tuple" if is_mined else "no indices_tuple"
-        equal = learned_numbers(self) | numbers
+        equal = numbers
+        if next(self.parameters(), None) is not None:
+            equal = learned_numbers(self) | numbers
         everything = batch.gathered(self.processes, (*self.numbers, CONFIDENCE), equal, settings)
         if is_mined:
             raise ValueError("indices_tuple would be of this process only: give a DistributedLoss the miner")
@@ -560,21 +558,6 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
             state_dict.pop(prefix + "_extra_state", None)
         state_dict.pop(prefix + "training_calls", None)
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _check_indices_tuple(indices_tuple: Any) -> None:
-    """Raise ``ValueError`` for something else than a miner's pairs or triplets."""
-    if callable(indices_tuple):
-        raise ValueError(
-            "indices_tuple must be pairs or triplets, miner(embeddings, labels, ref_emb, ref_labels), not the miner"
-        )
-    if isinstance(indices_tuple, Tensor):
-        raise ValueError("indices_tuple must be a tuple of index tensors; embeddings go to ref_emb=")
-    if len(indices_tuple) not in (3, 4):
-        raise ValueError(
-            "indices_tuple must be (anchors, positives, negatives) or (anchors, positives, anchors, negatives), "
-            f"got {len(indices_tuple)} tensors"
-        )
 
 
 def _unknown_argument(loss: PairLoss, name: str, value: Any, is_matrix: bool) -> str:

@@ -19,8 +19,8 @@ class Batch:
 
     Attributes:
         embeddings, labels, ref_emb, ref_labels, ref_ids, matching_ids, negatives, negative_ids, copies: see
-            :meth:`vl_plugins.losses.PairLoss.forward`. With one set, ``ref_emb`` is the embeddings, and ``ref_labels``
-            the labels.
+            :meth:`vl_plugins.losses.PairLoss.forward`; None for what a call does not give. With one set, ``ref_emb`` is
+            the embeddings, and ``ref_labels`` the labels.
         numbers: (C,) by name, such as the ``confidence`` of each column.
         owners: (C,), the number of each column's row among all rows, where positions say what belongs together.
         captions: how many columns each row has by position; None if rows differ in it.
@@ -29,17 +29,17 @@ class Batch:
     """
 
     embeddings: Tensor
-    labels: Tensor | None
+    labels: Any
     ref_emb: Tensor
-    ref_labels: Tensor | None
-    ref_ids: Tensor | None
-    matching_ids: Tensor | None
-    negatives: Tensor | None
-    negative_ids: Tensor | None
-    copies: Tensor | None
+    ref_labels: Any
+    ref_ids: Any
+    matching_ids: Any
+    negatives: Any
+    negative_ids: Any
+    copies: Any
     numbers: dict[str, Tensor]
     owners: Tensor | None = None
-    captions: int | None = 1
+    captions: Any = 1
     one_set: bool = False
     first_row: int = 0
     first_column: int = 0
@@ -128,7 +128,9 @@ class Batch:
         if everything.ref_ids is not None:
             positives_of_rows = everything._positives(everything)
             known_positives = everything.known_positives(positives_of_rows, everything.matching_ids, None, self.ref_ids)
-        numbers = numbers_of_pairs(self.numbers, positives.rows)
+        numbers = {}
+        if self.numbers:
+            numbers = numbers_of_pairs(self.numbers, positives.rows)
         return Comparison(
             self.ref_emb, everything.embeddings, positives, 0, None, known_positives, all_have_negatives, numbers
         )
@@ -183,7 +185,7 @@ class Batch:
 
         If both sides have labels, these define the positives, because a miner may have left out some.
         """
-        positives = mined
+        positives: Any = mined
         if self.labels is not None and self.ref_labels is not None:
             positives = label_pairs(self.labels, self.ref_labels)
         known_positives = self.known_positives(positives, self.matching_ids, self.copies)
@@ -202,19 +204,6 @@ class Batch:
             sides.append(self.negatives)
         return sides
 
-    def tensors(self, names_of_numbers: tuple[str, ...]) -> dict[str, Tensor | None]:
-        """Return what has rows, by argument name; None for an argument that is not given.
-
-        All processes have the same names, so that an argument that only some of them give is detected.
-        """
-        tensors = {"embeddings": self.embeddings, "labels": self.labels, "matching_ids": self.matching_ids}
-        if not self.one_set:
-            tensors |= {"ref_emb": self.ref_emb, "ref_labels": self.ref_labels}
-        tensors |= {"ref_ids": self.ref_ids, "negatives": self.negatives, "negative_ids": self.negative_ids}
-        for name in names_of_numbers:
-            tensors[name] = self.numbers.get(name)
-        return tensors
-
     def gathered(
         self, processes: Any, names_of_numbers: tuple[str, ...], equal: dict[str, Any], settings: tuple[str, ...]
     ) -> "Batch":
@@ -225,7 +214,14 @@ class Batch:
             names_of_numbers: that a call may give for each column.
             equal, settings: numbers and words that have to be equal in all processes.
         """
-        tensors, counts = processes.gather_rows(self.tensors(names_of_numbers), equal, settings)
+        # In all processes the same names, so that an argument that only some of them give is detected.
+        tensors = {"embeddings": self.embeddings, "labels": self.labels, "matching_ids": self.matching_ids}
+        if not self.one_set:
+            tensors |= {"ref_emb": self.ref_emb, "ref_labels": self.ref_labels}
+        tensors |= {"ref_ids": self.ref_ids, "negatives": self.negatives, "negative_ids": self.negative_ids}
+        for name in names_of_numbers:
+            tensors[name] = self.numbers.get(name)
+        tensors, counts, rank = processes.gather_rows(tensors, equal, settings)
         numbers = {}
         for name in names_of_numbers:
             values = tensors.pop(name)
@@ -238,7 +234,7 @@ class Batch:
         elif self.owners is not None:
             rows, columns = counts["embeddings"], counts["ref_emb"]
             everything.owners, everything.captions = owners_of_columns(rows, columns, self.owners.device)
-            self.first_row, self.first_column = sum(rows[: processes.rank]), sum(columns[: processes.rank])
+            self.first_row, self.first_column = sum(rows[:rank]), sum(columns[:rank])
             self.owners = self.owners + self.first_row
         return everything
 

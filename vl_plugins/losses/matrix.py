@@ -99,9 +99,8 @@ def losses_of_matrix(
     losses, unpaired = losses_of_rows(loss, similarities, *masks, pairs, numbers | pair_numbers)
     if anchor_columns == 0:
         return PairLosses(losses, indices, unpaired)
-    turned = []
-    for matrix in (similarities, *masks):
-        turned.append(matrix[:, :anchor_columns].T)
+    similarities, positive_mask, negative_mask = (matrix[:, :anchor_columns].T for matrix in (similarities, *masks))
+    turned = similarities, positive_mask, negative_mask
     if not loss.has_matrix_losses:  # hooks take pairs in any order
         back = Pairs(pairs.columns, pairs.rows)
         return PairLosses(losses + losses_of_rows(loss, *turned, back, numbers | pair_numbers)[0], indices)
@@ -225,11 +224,11 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 def losses_of_indices(loss: Any, batch: Batch, indices_tuple: tuple[Any, ...], both: bool, call: Call) -> PairLosses:
     """Return the losses of a miner's pairs or triplets, without the negatives that are known positives."""
+    indices = _checked_indices(indices_tuple, batch.embeddings.device)
     if loss.tiled:
         raise ValueError("tiled=True needs labels, not an indices_tuple")
     if batch.negatives is not None:
         raise ValueError("negatives cannot be given with an indices_tuple, which says what the negatives are")
-    indices = _checked_indices(indices_tuple, batch.embeddings.device)
     similarities = matrix_of(loss, batch.embeddings, batch.ref_emb, call.dtype)
     is_known = None
     if batch.ref_ids is not None:
@@ -252,7 +251,7 @@ def losses_of_indices(loss: Any, batch: Batch, indices_tuple: tuple[Any, ...], b
 def _losses_of_triplets(
     loss: Any,
     similarities: Tensor,
-    triplets: tuple[Tensor, ...],
+    triplets: list[Tensor],
     is_known: Tensor | None,
     numbers: Numbers,
     caption_numbers: Numbers,
@@ -271,8 +270,15 @@ def _losses_of_triplets(
     return PairLosses(losses, (anchors, positives, negatives))
 
 
-def _checked_indices(indices_tuple: tuple[Any, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """Return a miner's indices as tensors; raise ``ValueError`` for pairs or triplets whose parts do not fit."""
+def _checked_indices(indices_tuple: Any, device: torch.device) -> list[Tensor]:
+    """Return a miner's indices as tensors; raise ``ValueError`` for something else than pairs or triplets."""
+    expected = "indices_tuple must be pairs or triplets, miner(embeddings, labels, ref_emb, ref_labels)"
+    if callable(indices_tuple):
+        raise ValueError(f"{expected}, not the miner")
+    if isinstance(indices_tuple, Tensor):
+        raise ValueError("indices_tuple must be a tuple of index tensors; embeddings go to ref_emb=")
+    if len(indices_tuple) not in (3, 4):
+        raise ValueError(f"{expected}, of 4 or 3 tensors, got {len(indices_tuple)} tensors")
     indices, lengths = [], []
     for places in indices_tuple:
         indices.append(torch.as_tensor(places, device=device))
@@ -282,4 +288,4 @@ def _checked_indices(indices_tuple: tuple[Any, ...], device: torch.device) -> tu
     for places in indices:
         if device.type == "cpu" and len(places) > 0 and places.min() < 0:  # elsewhere the host would wait
             raise ValueError(f"indices_tuple must be indices of rows, got {places.min().item()}")
-    return tuple(indices)
+    return indices

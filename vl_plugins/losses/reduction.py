@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from pytorch_metric_learning.reducers import ClassWeightedReducer, MeanReducer, PerAnchorReducer
-from torch import Tensor
+from torch import Tensor, distributed
 
 from vl_plugins.losses.batch import Batch
 from vl_plugins.losses.matrix import PairLosses
@@ -83,14 +83,16 @@ def share_of_mean(processes: Any, losses: list[PairLosses]) -> PairLosses:
         if of_direction.unpaired is not None:
             tensors.append(of_direction.unpaired.reshape(1))
     values = torch.cat(tensors)
-    own_pairs = torch.full((), len(losses[0].values), dtype=torch.float64, device=values.device)  # exact
-    all_pairs = processes.sum(own_pairs)
-    values = values * (len(values) * processes.size / all_pairs.clamp(min=1))
+    pairs = torch.full((2,), len(losses[0].values), dtype=torch.float64, device=values.device)  # exact
+    pairs[1] = 1  # a process
+    distributed.all_reduce(pairs, group=processes.group)
+    all_pairs, size = pairs
+    values = values * (len(values) * size / all_pairs.clamp(min=1))
     places = torch.arange(len(values), device=values.device)
     return PairLosses(values, (places, places))
 
 
-def _regularization(loss: Any, batch: Batch) -> Tensor:
+def _regularization(loss: Any, batch: Any) -> Tensor:
     sides: list[Tensor | None] = [batch.embeddings]
     if getattr(loss.embedding_regularizer, "takes_ref_emb", False):
         sides.append(None if batch.one_set else batch.ref_emb)

@@ -149,7 +149,8 @@ class SmoothChamferLoss(GathersAcrossDevices, BaseMetricLossFunction):
                 "indices_tuple would be of this process only: create the loss without gather_across_devices, and "
                 "give DistributedLoss(loss) the miner"
             )
-        call = {"embeddings": embeddings, "labels": labels, "ref_emb": ref_emb, "ref_labels": ref_labels}
+        call: dict[str, Any] = {"embeddings": embeddings, "ref_emb": ref_emb}
+        call |= {"labels": labels, "ref_labels": ref_labels}
         call |= {"slots": slots, "ref_slots": ref_slots} | options
         # Here, so that gradients in half precision are rounded once, not for each term; with base losses of
         # pytorch-metric-learning too.
