@@ -208,50 +208,45 @@ class Comparison(NamedTuple):
             )
         return Comparison(self.candidates[:columns], self.anchors, back, known_positives=known_positives), order
 
-    def block(self, rows: slice, positives: Pairs) -> "Comparison":
-        """Return the comparison of a block of rows."""
-        copies, known_positives = self.copies, self.known_positives
-        if copies is not None:
-            copies = copies[rows]
-        if known_positives is not None:
-            known_positives = known_positives.of_rows(rows)
-        return self._replace(
-            anchors=self.anchors[rows], positives=positives, copies=copies, known_positives=known_positives
-        )
-
-    def blocks(self) -> list[tuple[slice, Pairs]]:
-        """Return the rows of each block with its positive pairs, whose rows count from the first one of the block.
+    def blocks(self) -> list[tuple[slice, "Comparison"]]:
+        """Return the comparison in blocks of rows, each with the places of its rows.
 
         Synchronizes the GPU, unless there is only one block or each row has the same number of pairs.
         """
-        positives, total = self.positives, self.anchors.shape[0]
+        pairs, total = self.positives, self.anchors.shape[0]
         step = block_rows(self.candidates.shape[0], self.anchors.device)
         if step >= total:
-            return [(slice(0, total), positives)]
+            return [(slice(0, total), self)]
         starts = [*range(0, total, step), total]
-        if positives.per_row is None:
-            bounds = torch.searchsorted(positives.rows, torch.tensor(starts, device=self.anchors.device)).tolist()
+        if pairs.per_row is None:
+            bounds = torch.searchsorted(pairs.rows, torch.tensor(starts, device=self.anchors.device)).tolist()
         else:
-            bounds = [start * positives.per_row for start in starts]
+            bounds = [start * pairs.per_row for start in starts]
         blocks = []
         for number, start in enumerate(starts[:-1]):
-            places = slice(bounds[number], bounds[number + 1])
-            pairs = Pairs(positives.rows[places] - start, positives.columns[places], positives.per_row)
-            blocks.append((slice(start, starts[number + 1]), pairs))
+            rows, places = slice(start, starts[number + 1]), slice(bounds[number], bounds[number + 1])
+            block = self._replace(
+                anchors=self.anchors[rows],
+                positives=Pairs(pairs.rows[places] - start, pairs.columns[places], pairs.per_row),
+                numbers={name: values[places] for name, values in self.numbers.items()},
+            )
+            if self.copies is not None:
+                block = block._replace(copies=self.copies[rows])
+            if self.known_positives is not None:
+                block = block._replace(known_positives=self.known_positives.of_rows(rows))
+            blocks.append((rows, block))
         return blocks
 
-    def take_out(self, block: Tensor, rows: slice, positives: Pairs) -> Tensor:
-        """Return the positives' entries of a block, and set those of all that are no negatives to -inf."""
-        of_positives = block[positives.rows, positives.columns]
-        fill_at(block, (positives.rows, positives.columns), -torch.inf)
+    def take_out(self, similarities: Tensor) -> Tensor:
+        """Return the positives' entries of a matrix, and set those of all that are no negatives to -inf."""
+        positives = self.positives.rows, self.positives.columns
+        of_positives = similarities[positives]
+        fill_at(similarities, positives, -torch.inf)
         if self.copies is not None:
-            rows_of_block = torch.arange(block.shape[0], device=block.device)
-            fill_at(block, (rows_of_block, self.copies[rows]), -torch.inf)
+            rows = torch.arange(similarities.shape[0], device=similarities.device)
+            fill_at(similarities, (rows, self.copies), -torch.inf)
         if self.known_positives is not None:
-            known_positives = self.known_positives
-            if block.shape[0] < self.anchors.shape[0]:
-                known_positives = known_positives.of_rows(rows)
-            block.masked_fill_(known_positives.mask(block.shape), -torch.inf)
+            similarities.masked_fill_(self.known_positives.mask(similarities.shape), -torch.inf)
         return of_positives
 
 
@@ -542,13 +537,13 @@ class _SoftMaxima(torch.autograd.Function):
         positive, of_rows = [], []
         of_columns: Any = None
         blocks = comparison.blocks()
-        for rows, pairs in blocks:
+        for rows, block in blocks:
             exponents = None  # frees that of the last block
             if matrix is None:
                 exponents = vectors.similarities(rows, scale)
             else:
                 exponents = matrix[rows]
-            positive.append(comparison.take_out(exponents, rows, pairs))
+            positive.append(block.take_out(exponents))
             sums = _sums
             if exponents.numel() >= COMPILE_FROM:
                 sums = _fused(_sums, exponents.device)
@@ -577,17 +572,18 @@ class _SoftMaxima(torch.autograd.Function):
         _, row_sums, column_sums = values.split_with_sizes(sizes)
         positive_grad, row_grad, column_grad = gradient.upstream.split_with_sizes(sizes)
         first_pair = 0
-        for rows, pairs in ctx.blocks:
+        for rows, block in ctx.blocks:
             weights = None  # frees those of the last block
             if matrix is None:
                 weights = gradient.vectors.similarities(rows, scale)
-                comparison.take_out(weights, rows, pairs)
+                block.take_out(weights)
             else:
                 weights = matrix[rows]
             to_weights = _to_weights
             if weights.numel() >= COMPILE_FROM:
                 to_weights = _fused(_to_weights, weights.device)
             to_weights(weights, row_sums[rows], column_sums, row_grad[rows], column_grad)
+            pairs = block.positives
             last_pair = first_pair + pairs.rows.shape[0]
             weights[pairs.rows, pairs.columns] = positive_grad[first_pair:last_pair]
             first_pair = last_pair
@@ -716,12 +712,12 @@ def maxima(comparison: Comparison, normalize: bool, dtype: torch.dtype | None) -
     with torch.no_grad():
         vectors = _Vectors.of(x, y, normalize, dtype)
         units = vectors.units()
-        for rows_of_block, pairs in comparison.blocks():
+        for rows_of_block, block in comparison.blocks():
             if dtype is None:
                 products = units.x[rows_of_block] @ units.y.T
             else:
                 products = vectors.similarities(rows_of_block, 1.0)
-            positive.append(comparison.take_out(products, rows_of_block, pairs))
+            positive.append(block.take_out(products))
             values, places = products.max(dim=1)
             of_rows.append(values)
             row_places.append(places)

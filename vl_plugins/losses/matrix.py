@@ -188,29 +188,20 @@ def losses_of_blocks(loss: Any, comparison: Comparison, call: Call) -> PairLosse
 def _losses_of_blocks(loss: Any, comparison: Comparison, call: Call, normalize: bool) -> tuple[Tensor, Tensor | None]:
     losses: list[Tensor] = []
     unpaired: Tensor | None = None
-    first_pair = 0
-    for rows, pairs in comparison.blocks():
-        last_pair = first_pair + pairs.rows.shape[0]
-        numbers = dict(call.numbers)
-        for name, values in comparison.numbers.items():
-            numbers[name] = values[first_pair:last_pair]
-        if last_pair > first_pair or loss.counts_unpaired_rows:
-            block = comparison.block(rows, pairs)
+    for _, block in comparison.blocks():
+        if block.positives.rows.shape[0] > 0 or loss.counts_unpaired_rows:
             # Checkpoint draws the same random numbers again, if a loss draws any.
             losses_of_block, unpaired_of_block = checkpoint(
-                _losses_of_block, loss, block, numbers, normalize, call.dtype, use_reentrant=False
+                _losses_of_block, loss, block, call, normalize, use_reentrant=False
             )
             losses.append(losses_of_block)
             unpaired = _sum(unpaired, unpaired_of_block)
-        first_pair = last_pair
     return torch.cat(losses), unpaired
 
 
-def _losses_of_block(
-    loss: Any, block: Comparison, numbers: Numbers, normalize: bool, dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor | None]:
-    similarities = similarities_of(block.anchors, block.candidates, normalize, dtype)
-    return losses_of_rows(loss, similarities, *block.masks(), block.positives, numbers)
+def _losses_of_block(loss: Any, block: Comparison, call: Call, normalize: bool) -> tuple[Tensor, Tensor | None]:
+    similarities = similarities_of(block.anchors, block.candidates, normalize, call.dtype)
+    return losses_of_rows(loss, similarities, *block.masks(), block.positives, call.numbers | block.numbers)
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
