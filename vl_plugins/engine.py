@@ -23,6 +23,7 @@ so S is exact if the vectors are multiplied as they are, and divided by their no
 """
 
 import functools
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
+from vl_plugins.errors import reason
 from vl_plugins.numerics import HALF, fill_at, full_precision, is_autocast_enabled
 
 __all__ = [
@@ -626,7 +628,20 @@ _large_blocks: Counter[Callable[..., Any]] = Counter()
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
+    """Return a compiled function, or the function itself if torch cannot compile here, as without a C compiler."""
+    compiled = torch.compile(function, dynamic=True)
+    failures = []
+
+    def run(*arguments: Any) -> Any:
+        if not failures:
+            try:
+                return compiled(*arguments)
+            except torch._dynamo.exc.TorchDynamoException as error:  # before anything is computed
+                failures.append(error)
+                warnings.warn(f"the losses are not compiled: {reason(error)}", stacklevel=2)
+        return function(*arguments)
+
+    return run
 
 
 class _Gradient:

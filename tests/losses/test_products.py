@@ -1,5 +1,6 @@
 """Matrix products in half precision: what is rounded and what is not, and that every wrapper passes the type on."""
 
+import functools
 import shutil
 
 import pytest
@@ -184,17 +185,38 @@ def test_nor_are_a_queue_and_a_miners_pairs():
         assert torch.equal(gradient, expected)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="compiling for a CPU needs a C compiler")
-@pytest.mark.parametrize("name", ["unified", "vlc"])
-def test_compiled_blocks_are_those_of_eager_code(name, monkeypatch):
-    """Compiled on a GPU only, where blocks are large; here at once."""
+@pytest.fixture
+def compiles_at_once(monkeypatch):
+    """As on a GPU, where blocks are large, after many of them."""
     monkeypatch.setattr(engine, "block_rows", lambda *_, **__: 10)
-    expected = value_and_gradients(create_loss(name), sides_of())
     monkeypatch.setattr(engine, "COMPILE_ON", ("cpu",))
     monkeypatch.setattr(engine, "COMPILE_FROM", 0)
     monkeypatch.setattr(engine, "COMPILE_AFTER", 0)
-    for tiled in (False, True):
-        compiled = value_and_gradients(create_loss(name, tiled=tiled), sides_of())
+    engine._compiled.cache_clear()
+    yield
+    engine._compiled.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="compiling for a CPU needs a C compiler")
+@pytest.mark.parametrize("name", ["unified", "vlc"])
+def test_compiled_blocks_are_those_of_eager_code(name, compiles_at_once, monkeypatch):
+    found = [value_and_gradients(create_loss(name, tiled=tiled), sides_of()) for tiled in (False, True)]
+    assert engine._compiled.cache_info().currsize == 2
+    monkeypatch.setattr(engine, "COMPILE_ON", ())
+    expected = value_and_gradients(create_loss(name), sides_of())
+    for compiled in found:
         torch.testing.assert_close(compiled, expected, rtol=1e-5, atol=1e-6)
-    assert engine._compiled.cache_info().currsize >= 2
+
+
+def cannot_compile(*_):
+    raise RuntimeError("no C compiler")
+
+
+def test_a_machine_that_cannot_compile(compiles_at_once, monkeypatch):
+    """Eager code takes over, with a warning and the same numbers."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=cannot_compile))
+    with pytest.warns(UserWarning, match="the losses are not compiled: .*no C compiler"):
+        found = value_and_gradients(create_loss("unified"), sides_of())
+    monkeypatch.setattr(engine, "COMPILE_ON", ())
+    torch.testing.assert_close(found, value_and_gradients(create_loss("unified"), sides_of()), rtol=0, atol=0)
