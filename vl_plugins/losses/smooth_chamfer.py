@@ -69,6 +69,7 @@ class SmoothChamferLoss(GathersAcrossDevices, BaseMetricLossFunction):
     Reference:
         Kim et al. 2023, Improving Cross-Modal Retrieval with Set of Diverse Embeddings, Eq. 6-9 and section 3.4.
 
+    >>> import torch
     >>> images, texts, labels = torch.eye(3), torch.eye(3).roll(1, dims=0), torch.arange(3)
     >>> loss = SmoothChamferLoss("triplet_hn", margin=0.2, mmd_weight=0, diversity_weight=0)
     >>> loss(images, labels, ref_emb=texts, ref_labels=labels)
