@@ -171,7 +171,7 @@ class Comparison(NamedTuple):
     """Anchors, their candidates, and which pairs of them are positive or no negatives.
 
     Attributes:
-        anchors, candidates: (A, D) and (C, D).
+        anchors, candidates: (A, D) and (C, D); None in what is kept for a backward pass.
         positives: M pairs.
         anchor_columns: the first so many candidates are also anchors, in the same matrix; 0 for none.
         copies: (A,), a candidate that is each anchor's own copy, with which it is not compared; or None.
@@ -180,14 +180,14 @@ class Comparison(NamedTuple):
         numbers: (M,) by name, such as the margin of each positive pair.
     """
 
-    anchors: Tensor
-    candidates: Tensor
+    anchors: Any
+    candidates: Any
     positives: Pairs
     anchor_columns: int = 0
     copies: Tensor | None = None
     known_positives: KnownPositives | None = None
     all_have_negatives: bool = False
-    numbers: dict[str, Tensor] = {}  # noqa: RUF012 (never changed)
+    numbers: dict[str, Tensor] = {}  # noqa: RUF012 (nothing is added to it)
 
     def masks(self) -> tuple[Tensor, Tensor]:
         """Return which pairs are positive and which are negative, (A, C) each."""
@@ -280,7 +280,7 @@ class _Product(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             if dtype is None:
                 return x @ y.mT
-            unit = _unit(x)
+            unit = _power_of_two(x)
             return multiply((x / unit).to(dtype), y.to(dtype).mT).mul_(unit)
 
     @staticmethod
@@ -396,7 +396,7 @@ def _rounded(vectors: Tensor, dtype: torch.dtype) -> Tensor:
     return vectors + (constants.to(dtype).to(vectors.dtype) - constants)
 
 
-def _unit(tensor: Tensor) -> Tensor:
+def _power_of_two(tensor: Tensor) -> Tensor:
     """Return the power of two above the largest entry, by which float16 neither overflows nor vanishes below 6e-8."""
     largest = tensor.detach().abs().amax().clamp(min=torch.finfo(tensor.dtype).tiny)
     mantissa, _ = torch.frexp(largest)
@@ -448,7 +448,7 @@ class _Vectors(NamedTuple):
             return self._replace(x=x, y=y)
         return self._replace(x=x / self.x_norms, y=y / self.y_norms)
 
-    def similarities(self, rows: slice, scale: float | Tensor) -> Tensor:
+    def scaled_similarities(self, rows: slice, scale: float | Tensor) -> Tensor:
         """Return the similarities of a block of rows, times the scale."""
         x = self.x[rows]
         if self.x_norms is None or self.y_norms is None:
@@ -535,17 +535,19 @@ class _SoftMaxima(torch.autograd.Function):
         vectors = _Vectors.of(x, y, normalize, dtype)
         matrix: Any = None
         if not tiled:
-            matrix = vectors.similarities(slice(None), scale)
+            matrix = vectors.scaled_similarities(slice(None), scale)
         positive, of_rows = [], []
         of_columns: Any = None
-        blocks = comparison.blocks()
-        for rows, block in blocks:
+        kept_blocks = []
+        for rows, block in comparison.blocks():
             exponents = None  # frees that of the last block
             if matrix is None:
-                exponents = vectors.similarities(rows, scale)
+                exponents = vectors.scaled_similarities(rows, scale)
             else:
                 exponents = matrix[rows]
+            # In place: a matrix that is kept has -inf at all that are no negatives, for the backward pass too.
             positive.append(block.take_out(exponents))
+            kept_blocks.append((rows, block._replace(anchors=None, candidates=None)))
             sums = _sums
             if exponents.numel() >= COMPILE_FROM:
                 sums = _fused(_sums, exponents.device)
@@ -557,7 +559,10 @@ class _SoftMaxima(torch.autograd.Function):
                 of_columns = torch.logaddexp(of_columns, column_sums)
         values = torch.cat([*positive, *of_rows, of_columns])
         ctx.save_for_backward(*vectors, values)
-        ctx.comparison, ctx.blocks, ctx.matrix, ctx.scale = comparison, blocks, matrix, scale
+        # Without the vectors, which are saved above, and freed after the backward pass.
+        ctx.blocks, ctx.all_have_negatives = kept_blocks, comparison.all_have_negatives
+        ctx.sizes = comparison.positives.rows.shape[0], x.shape[0], comparison.anchor_columns
+        ctx.matrix, ctx.scale = matrix, scale
         return values / scale
 
     @staticmethod
@@ -565,19 +570,18 @@ class _SoftMaxima(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
         *sides, values = ctx.saved_tensors
-        comparison, scale = ctx.comparison, ctx.scale
+        scale = ctx.scale
         gradient = _Gradient(_Vectors(*sides), ctx.needs_input_grad, grad)
         matrix, ctx.matrix = ctx.matrix, None  # overwritten here; a second backward pass computes it again
-        if not comparison.all_have_negatives:  # or -inf minus itself is NaN
+        if not ctx.all_have_negatives:  # or -inf minus itself is NaN
             values = values.clamp(min=torch.finfo(values.dtype).min)
-        sizes = comparison.positives.rows.shape[0], comparison.anchors.shape[0], comparison.anchor_columns
-        _, row_sums, column_sums = values.split_with_sizes(sizes)
-        positive_grad, row_grad, column_grad = gradient.upstream.split_with_sizes(sizes)
+        _, row_sums, column_sums = values.split_with_sizes(ctx.sizes)
+        positive_grad, row_grad, column_grad = gradient.upstream.split_with_sizes(ctx.sizes)
         first_pair = 0
         for rows, block in ctx.blocks:
             weights = None  # frees those of the last block
             if matrix is None:
-                weights = gradient.vectors.similarities(rows, scale)
+                weights = gradient.vectors.scaled_similarities(rows, scale)
                 block.take_out(weights)
             else:
                 weights = matrix[rows]
@@ -630,7 +634,7 @@ _large_blocks: Counter[Callable[..., Any]] = Counter()
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a compiled function, or the function itself if torch cannot compile here, as without a C compiler."""
     compiled = torch.compile(function, dynamic=True)
-    failures = []
+    failures: list[Exception] = []
 
     def run(*arguments: Any) -> Any:
         if not failures:
@@ -661,7 +665,7 @@ class _Gradient:
         self.needs_x, self.needs_y, self.needs_scale = needs[:3]
         self.unit: Any = None
         if vectors.x.dtype in HALF:
-            self.unit = _unit(upstream)
+            self.unit = _power_of_two(upstream)
             if vectors.x_norms is not None and vectors.y_norms is not None:
                 self.unit = self.unit / (vectors.x_norms.amin() * vectors.y_norms.amin())
             self.upstream = upstream / self.unit
@@ -731,7 +735,7 @@ def maxima(comparison: Comparison, normalize: bool, dtype: torch.dtype | None) -
             if dtype is None:
                 products = units.x[rows_of_block] @ units.y.T
             else:
-                products = vectors.similarities(rows_of_block, 1.0)
+                products = vectors.scaled_similarities(rows_of_block, 1.0)
             positive.append(block.take_out(products))
             values, places = products.max(dim=1)
             of_rows.append(values)

@@ -91,7 +91,7 @@ def full_precision_call(products: str = "float32", **embeddings: Any) -> Iterato
     another one has the caller of the outermost.
 
     Yields:
-        bfloat16 or float16; None for the type of the embeddings, float32 at least.
+        the type of the products: bfloat16 or float16; None for that of the embeddings, float32 at least.
     """
     dtypes = set()
     for name, side in embeddings.items():
@@ -157,7 +157,7 @@ def checked_rows(arguments: Mapping[str, Any], compares_vectors: bool = True) ->
     for name, value in rows.items():
         if value is None:
             continue
-        shape, letters = None, SHAPES.get(name, "C")
+        letters = SHAPES.get(name, "C")
         if name in EMBEDDINGS:
             if not isinstance(value, Tensor):
                 raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
@@ -165,7 +165,8 @@ def checked_rows(arguments: Mapping[str, Any], compares_vectors: bool = True) ->
             if not compares_vectors:
                 shape, letters = shape[:1], letters[0]
         else:
-            if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.device != embeddings.device:
+            is_plain = isinstance(value, Tensor) and value.dtype == torch.int64 and value.device == embeddings.device
+            if not is_plain or name not in SHAPES:
                 value = rows[name] = _as_tensor(name, value, embeddings)
             shape = value.shape
         if len(shape) != len(letters):

@@ -1,7 +1,9 @@
 """What every loss promises, however it is computed: a table of losses, a table of ways, one test a promise."""
 
 import copy
+import gc
 import pickle
+import weakref
 from functools import partial
 
 import pytest
@@ -340,6 +342,19 @@ def test_memory(name, monkeypatch):
     matrix = 4 * 1024**2
     assert extra[True] < 0.4 * matrix
     assert extra[False] < 1.5 * matrix
+
+
+@pytest.mark.parametrize("name", ["unified", "triplet_hn"])
+def test_a_loss_that_is_kept_keeps_no_embeddings(name):
+    """Such as in a list of a training's losses."""
+    embeddings = torch.randn(8, 4, requires_grad=True)
+    images = embeddings * 2
+    value = make_loss(name)(images, ref_emb=embeddings.detach().roll(1))
+    value.backward()
+    storage = weakref.ref(images)
+    del images
+    gc.collect()
+    assert storage() is None
 
 
 def test_other_labels_for_the_same_set():

@@ -232,6 +232,14 @@ WRONG = {
         lambda: create_loss("unified")(**call_of(confidence=[0.5, -1.0, 1.0])),
         "confidence must be >= 0, got -1",
     ),
+    "an integer confidence below 0": (
+        lambda: create_loss("unified")(**call_of(confidence=torch.tensor([1, -1, 1]))),
+        "confidence must be >= 0, got -1",
+    ),
+    "a switch of tiles that is a word": (
+        lambda: UnifiedLoss(tiled="no"),
+        "UnifiedLoss: tiled must be True or False, got 'no'",
+    ),
     "words as confidence": (
         lambda: create_loss("unified")(**call_of(confidence=["a", "b", "c"])),
         "confidence must be a tensor, an array or a list of numbers: ",
@@ -471,6 +479,11 @@ def test_labels_without_anything_to_learn_warn_once(labels, number_of_pairs):
         warnings.simplefilter("error")
         UnifiedLoss()(x, [0, 0, 1])
         CrossBatchMemory(UnifiedLoss(), 3)(x, LABELS)  # the first batch of a queue
+
+
+def test_labels_without_anything_to_learn_in_one_set_with_further_negatives():
+    with pytest.warns(InputWarning, match="^no pair of a batch of 3 is positive"):
+        UnifiedLoss()(torch.eye(3), [0, 1, 2], negatives=torch.ones(2, 3))
 
 
 @pytest.mark.parametrize(

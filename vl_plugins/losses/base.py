@@ -127,6 +127,8 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
         **kwargs: Any,
     ):
         switches = {"symmetric": symmetric, "known_positives": known_positives, "global_labels": global_labels}
+        if tiled is not None:
+            switches["tiled"] = tiled
         _check_options(type(self), kwargs, switches)
         if type(self).of_pairs is PairLoss.of_pairs and not self.has_matrix_losses:
             raise TypeError(
@@ -324,6 +326,8 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
         arguments |= {"ref_ids": ref_ids, "matching_ids": matching_ids, "negative_ids": negative_ids}
         if not self.known_positives:
             arguments |= dict.fromkeys(["ref_ids", "matching_ids", "negative_ids"])
+        if self.learns_scale:
+            self.limit_scale()
         numbers, caption_numbers = self._numbers_of_call(numbers)
         if confidence is not None:
             caption_numbers[CONFIDENCE] = confidence
@@ -352,7 +356,7 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
         if next(self.parameters(), None) is not None:
             equal = learned_numbers(self) | numbers
         everything = batch.gathered(self.processes, (*self.numbers, CONFIDENCE), equal, settings)
-        if is_mined:
+        if is_mined:  # only now: a process that raised before would leave the others waiting
             raise ValueError("indices_tuple would be of this process only: give a DistributedLoss the miner")
         if self.compares_own_rows and not batch.one_set:
             return batch, everything
@@ -369,8 +373,10 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
 
     def _of_comparisons(self, batch: Batch, everything: Batch, both: bool, call: Call) -> Any:
         """Return the reduced loss of the pairs by labels or positions, of both directions."""
-        uses_engine = self.is_plain() and not self.has_matrix_losses and not self.has_own_negatives
-        # Where each embedding is compared with all others of the other side, NaN in one is NaN in the mean already.
+        uses_engine = self.is_plain() and not (self.has_matrix_losses or self.has_own_negatives)
+        # Whether NaN in any embedding is NaN in the losses already, so that it need not be looked for. By labels, an
+        # embedding may have no positive: then it must be a candidate, and the loss read all negatives, as the engine
+        # does. By position, each is in a positive pair; rows of other processes are seen as candidates of columns.
         shows_nan = getattr(self.distance, "normalize_embeddings", False)
         if batch.owners is None:
             shows_nan = shows_nan and uses_engine and (both or batch.one_set)
@@ -379,7 +385,7 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
         comparisons, losses = batch.comparisons(everything, both), []
         for comparison in comparisons:
             confidence = comparison.numbers.pop(CONFIDENCE, None)
-            pairs = self._losses(comparison, call, uses_engine)
+            pairs = self._losses(comparison, call, uses_engine, batch.one_set)
             if confidence is not None:
                 pairs = pairs._replace(values=pairs.values * confidence)
             shows_nan = shows_nan and comparison.known_positives is None and pairs.values.shape[0] > 0
@@ -391,23 +397,23 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
             pairs = share_of_mean(self.processes, losses)
         return reduced(self, pairs, everything, [*call.numbers.values(), *batch.numbers.values()], shows_nan)
 
-    def _losses(self, comparison: Comparison, call: Call, uses_engine: bool) -> PairLosses:
+    def _losses(self, comparison: Comparison, call: Call, uses_engine: bool, one_set: bool) -> PairLosses:
         """Return the losses of the positive pairs: from vectors, by blocks of rows of a matrix, or by the matrix."""
         pairs, x, y = comparison.positives, comparison.anchors, comparison.candidates
-        positive, possible = pairs.rows.shape[0], x.shape[0] * y.shape[0]
-        if positive == 0 or positive >= possible - x.shape[0]:
-            self._warn_of_no_pairs(comparison, positive, possible)
-        has_turned_copies = comparison.copies is not None and comparison.anchor_columns > 0  # which no block has
+        count, possible = pairs.rows.shape[0], x.shape[0] * y.shape[0]
+        if count == 0 or count >= possible - x.shape[0]:  # the exact condition, with copies, stands in the method
+            self._warn_of_no_pairs(comparison, one_set)
+        has_turned_copies = comparison.copies is not None and comparison.anchor_columns > 0  # no block of columns has
         can_be_tiled = uses_engine or (self.by_row and self.is_plain() and not has_turned_copies)
         if self.tiled and not can_be_tiled:
             raise ValueError(
-                "tiled=True needs a plain CosineSimilarity or DotProductSimilarity, and a loss whose pairs depend on "
-                f"their own row only (by_row); got {self.distance} and {type(self).__name__}"
+                "tiled=True needs a plain CosineSimilarity or DotProductSimilarity, a loss whose pairs depend on their "
+                f"own row only (by_row), without copies in both directions; got {self.distance}, {type(self).__name__}"
             )
         tiled = self.tiled
         if tiled is None:
             tiled = can_be_tiled and possible * x.element_size() > engine.MATRIX_BYTES
-        if positive == 0 and not self.counts_unpaired_rows:  # torch has no maximum of nothing
+        if count == 0 and not self.counts_unpaired_rows:  # torch has no maximum of nothing
             return PairLosses(x.new_zeros(0), (pairs.rows, pairs.columns))
         if uses_engine:
             return PairLosses(self._of_vectors(comparison, call, tiled), (pairs.rows, pairs.columns))
@@ -482,6 +488,8 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
                     raise ValueError(f"{name} must be torch.bool {expected}, got {mask.dtype} {shape}")
             if similarities.device.type == "cpu" and (positive_mask & negative_mask).any():  # would synchronize a GPU
                 raise ValueError("a pair is in both positive_mask and negative_mask")
+            if self.learns_scale:
+                self.limit_scale()
             numbers, caption_numbers = self._numbers_of_call(numbers, is_matrix=True)
             sides = {"embeddings": similarities, "ref_emb": similarities.T}
             rows = checked_rows(sides | caption_numbers, compares_vectors=False)
@@ -496,17 +504,16 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
             losses = losses_of_matrix(self, similarities, masks, pairs, columns, pair_numbers, call)
             return reduced(self, losses, similarities, [*numbers.values(), *pair_numbers.values()])
 
-    def _warn_of_no_pairs(self, comparison: Comparison, positive: int, possible: int) -> None:
+    def _warn_of_no_pairs(self, comparison: Comparison, one_set: bool) -> None:
         """Warn once of a batch whose loss is 0 because of its labels, such as two numberings."""
-        rows, is_one_set = comparison.anchors.shape[0], comparison.anchors is comparison.candidates
-        is_queue = comparison.copies is not None and not is_one_set  # which may be empty at first
+        rows, columns = comparison.anchors.shape[0], comparison.candidates.shape[0]
+        is_queue = comparison.copies is not None and not one_set  # which may be empty at first
         if self._has_warned or rows < 2 or is_queue:
             return
-        if is_one_set:
-            possible -= rows
-        if positive == 0 or (positive == possible and not self.has_matrix_losses):  # which may need no negatives
+        count, possible = comparison.positives.rows.shape[0], rows * columns - rows * one_set
+        if count == 0 or (count == possible and not self.has_matrix_losses):  # which may need no negatives
             self._has_warned = True
-            which = "no pair" if positive == 0 else "every pair"
+            which = "no pair" if count == 0 else "every pair"
             warn_of_input(
                 f"{which} of a batch of {rows} is positive, so its loss is 0: labels must be equal for what "
                 "belongs together, and for nothing else"
@@ -517,8 +524,6 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
         for name in given:
             if name not in self.numbers:
                 raise ValueError(_unknown_argument(self, name, given[name], is_matrix))
-        if self.learns_scale:
-            self.limit_scale()
         numbers, caption_numbers = {}, {}
         for name in self.numbers:
             value = given.get(name)

@@ -61,7 +61,7 @@ class Batch:
         for name in numbers:
             values = rows.pop(name)
             numbers_of_columns[name] = values.to(torch.promote_types(dtype, values.dtype))
-        batch = cls(**rows, numbers=numbers_of_columns)
+        batch = cls(**rows, numbers=numbers_of_columns)  # the arguments have the names of the attributes
         batch.one_set = rows["ref_emb"] is None
         if not is_mined and (batch.labels is None or batch.ref_labels is None):
             batch.captions = captions_per_row(rows)
@@ -98,7 +98,7 @@ class Batch:
         anchor_columns = 0
         if both and is_whole:
             anchor_columns = self.ref_emb.shape[0]
-        # By position, the captions of another row are negatives.
+        # By position, the captions of other rows are negatives: of all rows, if each has as many, and not 0.
         is_certain = self.owners is not None and known_positives is None and bool(everything.captions)
         all_have_negatives = is_certain and everything.embeddings.shape[0] > 1
         numbers = {}
@@ -138,6 +138,8 @@ class Batch:
     def _positives(self, everything: "Batch") -> Pairs:
         """Return the positive pairs of these rows and all columns, by labels or by position."""
         if self.owners is not None:
+            # Owners count among the rows of all processes, pairs from this batch's first row. With one caption for each
+            # row, and from row 0 on, a column has the number of its owner.
             rows = columns = self.owners
             if self.captions != 1 or self.first_row > 0:
                 columns = torch.arange(self.owners.shape[0], device=self.owners.device)
@@ -156,7 +158,7 @@ class Batch:
         """Return which rows and columns share an id: a row has the ids of its positives, and those that match it.
 
         Args:
-            positives: pairs of the rows and the columns of this batch.
+            positives: pairs of rows, which may be those of one process, and the columns of this batch.
             matching_ids: (A, M), further ids of the rows.
             copies: (A,), the column that is each row's own copy, whose id it has too.
             single_ids: the ids of columns that are anchors; by default, rows are the anchors, and all candidates have

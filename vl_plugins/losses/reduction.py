@@ -45,8 +45,11 @@ def reduced(loss: Any, pairs: PairLosses, compared: Batch | Tensor, numbers: lis
     if loss.embedding_regularizer is not None:
         loss_dict["embedding_reg_loss"] = loss.zero_loss() | {"losses": _regularization(loss, compared)}
     result = loss.reducer(loss_dict, embeddings, labels)
-    if not isinstance(result, Tensor) or (is_mean and count > 0 and shows_nan):
+    if not isinstance(result, Tensor):
         return result  # DoNothingReducer returns the dict
+    if is_mean and count > 0 and shows_nan:
+        return result
+    # Add 0 times what must show NaN, or get a gradient. A mean of pairs has all gradients, so it lacks NaN alone.
     sides = compared.sides() if isinstance(compared, Batch) else [compared]
     sources: list[Any] = [*sides, values, *numbers]
     if is_mean and count > 0:
