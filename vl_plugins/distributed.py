@@ -20,6 +20,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
+from numbers import Real
 from typing import Any
 from zlib import crc32
 
@@ -122,14 +123,14 @@ class Processes:
             ValueError: in all processes, for tensors of other names, types or widths than those of another process,
                 for a number or a setting that differs, or for labels that are 0 to n - 1 in each process.
         """
-        given = {}
+        present = {}
         for name, value in tensors.items():
             if value is not None:
-                given[name] = value
-        facts = self._exchange(given, equal or {}, settings)
+                present[name] = value
+        facts = self._exchange(present, equal or {}, settings)
         counts: dict[str, list[int]] = {}
         padded = []
-        for name, value in given.items():
+        for name, value in present.items():
             counts[name], has_gradient, number_of_ids = next(facts), max(next(facts)), max(next(facts))
             if number_of_ids > 0:
                 value = pad(value, (0, number_of_ids - value.shape[1]), value=-1)
@@ -138,12 +139,12 @@ class Processes:
             padded.append(value)
         joined: list[Tensor] = []
         if uses_all:  # apart, so that what is not used has no backward pass
-            for name, rows in zip(given, padded, strict=True):
+            for name, rows in zip(present, padded, strict=True):
                 joined += _Gather.apply(self, [counts[name]], rows)
         else:
             joined += _Gather.apply(self, list(counts.values()), *padded)
         rank = distributed.get_rank(self.group)
-        return dict.fromkeys(tensors) | dict(zip(given, joined, strict=True)), counts, rank
+        return dict.fromkeys(tensors) | dict(zip(present, joined, strict=True)), counts, rank
 
     def _exchange(
         self, tensors: dict[str, Tensor], equal: dict[str, Any], settings: tuple[str, ...]
@@ -423,17 +424,17 @@ def joined_call(
     """
     if processes.size > 1 and call.get("copies") is not None:
         raise ValueError("copies are places of one process: create the loss without gather_across_devices")
-    rows, others, numbers = {}, {}, {}
+    rows, options, numbers = {}, {}, {}
     for name, value in call.items():
         if name in SHAPES or name == "confidence":
             rows[name] = value
         else:
-            others[name] = value
+            options[name] = value
     vectors = isinstance(getattr(loss, "distance", None), VECTOR_DISTANCES)
     rows = checked_rows(rows, vectors)
     if needs_labels:
         rows = with_labels(rows, first_label(processes.rank))
-    call = others | rows
+    call = options | rows
     if processes.size == 1:
         return call
     settings = [f"symmetric={call.get('symmetric')}"]
@@ -445,7 +446,7 @@ def joined_call(
         if isinstance(value, (list, tuple, np.ndarray)):
             value = torch.as_tensor(value, device=call["embeddings"].device)
         is_one_number = isinstance(value, Tensor) and (value.ndim == 0 or name in ("scale", "bias"))
-        if is_one_number or isinstance(value, float):
+        if is_one_number or (isinstance(value, Real) and not isinstance(value, bool)):
             numbers[name] = value
         elif value is None or isinstance(value, Tensor):
             tensors[name] = value

@@ -139,18 +139,18 @@ def _constructed(factory: Any, options: dict[str, Any]) -> Any:
     return factory.warmed_up(steps, **own) if steps else factory(**own)
 
 
-def wrong_option(factory: Any, options: Mapping[str, Any], known: Any, kind: str = "loss") -> str | None:
+def wrong_option(factory: Any, options: Mapping[str, Any], valid_options: Any, kind: str = "loss") -> str | None:
     """Return what is wrong with the first option that a class does not have; None if it has them all.
 
     Args:
         factory: the class whose options are checked.
         options: that are given.
-        known: the options for the message, or a class that has them.
+        valid_options: those for the message, or a class that has them.
         kind: of the component.
     """
     own = options_of(factory)
-    if inspect.isclass(known):
-        known = options_of(known)
+    if inspect.isclass(valid_options):
+        valid_options = options_of(valid_options)
     for option, value in options.items():
         if option in own:
             continue
@@ -159,8 +159,8 @@ def wrong_option(factory: Any, options: Mapping[str, Any], known: Any, kind: str
                 "it has no warmup_steps: Warmup(first, then, steps), or create_loss(..., warmup_steps=...) of "
                 "triplet_hn and goal, begins with another loss"
             )
-        advice = scale_advice(option, value, known) if kind == "loss" else None
-        return advice or str(unknown_name("option", option, known))
+        advice = scale_advice(option, value, valid_options) if kind == "loss" else None
+        return advice or str(unknown_name("option", option, valid_options))
     return None
 
 

@@ -79,7 +79,7 @@ def with_another_scale(rank):
 def with_another_number(rank):
     """Errors of a call whose scale, or margin, differs: a number or a tensor."""
     errors = []
-    for numbers in ({"scale": 20.0 + rank}, {"scale": torch.tensor(20.0 + rank)}, {"margin": 0.1 * rank}):
+    for numbers in ({"scale": 20 + rank}, {"scale": torch.tensor(20.0 + rank)}, {"margin": 0.1 * rank}):
         for wrap in (lambda loss: loss, DistributedLoss):
             loss = create_loss("unified")
             if wrap is not DistributedLoss:

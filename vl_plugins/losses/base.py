@@ -177,13 +177,13 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
-        shown = []
+        settings = []
         for name in getattr(self, "_record_these", ()):
             value = getattr(self, name)
             if isinstance(value, Tensor):
                 value = float(f"{value.item():.6g}")
-            shown.append(f"{name}={value}")
-        return ", ".join(shown)
+            settings.append(f"{name}={value}")
+        return ", ".join(settings)
 
     # What a loss overrides. An override lists its numbers by name; `*_` keeps type checkers from objecting.
 
