@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 SECONDS_FOR_THREADS = 0.2
-MESSAGE = 64  # integers that processes exchange before they know that they say the same number of things
+MESSAGE = 64  # integers of the first message, which has the same length in all processes
 
 _has_gathered: ContextVar[bool] = ContextVar("has_gathered", default=False)
 
@@ -193,7 +193,8 @@ class Processes:
     def _exchange_words(self, words: Tensor) -> Tensor:
         """Return the integers of all processes, a row for each.
 
-        The first word is that of all if they have as many, so a first message has the same length in all processes.
+        All first exchange MESSAGE integers. The first of them is a checksum of the arguments: only where it is equal do
+        all processes have as many words, and exchange the rest.
         """
         length, group = words.shape[0], self.group
         joined = words.new_zeros(distributed.get_world_size(group), max(length, MESSAGE))

@@ -119,7 +119,7 @@ def label_pairs(labels: Tensor, ref_labels: Tensor) -> Pairs:
 
 
 class KnownPositives(NamedTuple):
-    """Which rows and columns share an id. Items of one side may have several ids each, those of the other one each.
+    """Which rows and columns share an id: rows have several ids each, columns one, or the other way around.
 
     Attributes:
         items, ids: (L,), an item of the side with several ids, and one of its ids.
@@ -398,6 +398,8 @@ def _rounded(vectors: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _power_of_two(tensor: Tensor) -> Tensor:
     """Return the power of two above the largest entry, by which float16 neither overflows nor vanishes below 6e-8."""
+    if tensor.numel() == 0:
+        return tensor.new_ones(())
     largest = tensor.detach().abs().amax().clamp(min=torch.finfo(tensor.dtype).tiny)
     mantissa, _ = torch.frexp(largest)
     return largest / mantissa

@@ -94,8 +94,9 @@ def full_precision_call(products: str = "float32", **embeddings: Any) -> Iterato
         the type of the products: bfloat16 or float16; None for that of the embeddings, float32 at least.
     """
     dtypes = set()
+    device = ""
     for name, side in embeddings.items():
-        if side is None:
+        if side is None and device:  # embeddings come first, and are always there
             continue
         if not isinstance(side, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(side).__name__}")

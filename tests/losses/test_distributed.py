@@ -196,6 +196,8 @@ def in_one_process(rank):
     found["labels by class"] = labels_by_class(rank)
     found["queue"] = queue_in_data_parallel(rank)
     found["without pairs"] = rows_without_pairs(rank)
+    found["half precision"] = rows_of_one_process_in_half_precision(rank)
+    found["nothing in common"] = nothing_in_common(rank)
     return found
 
 
@@ -235,6 +237,30 @@ class TowerAndQueue(torch.nn.Module):
 
     def forward(self, rows, labels):
         return self.queue(self.tower(rows), labels)
+
+
+def rows_of_one_process_in_half_precision(rank):
+    """The mean over the processes, of which one has rows, of each loss."""
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).bfloat16()[: 3 - 3 * rank].requires_grad_()
+    values = []
+    for name in ("siglip", "unified", "triplet_sh"):
+        value = create_loss(name, gather_across_devices=True)(x, ref_emb=x.detach().flip(0))
+        value.backward()
+        total = value.detach().clone()
+        distributed.all_reduce(total)
+        values.append(total.item() / WORLD_SIZE)
+    return values
+
+
+def nothing_in_common(rank):
+    """Losses by labels of which none occurs twice, in any process."""
+    found = []
+    for name in ("siglip", "unified"):
+        loss, x = create_loss(name, gather_across_devices=True), torch.eye(3, requires_grad=True)
+        labels = torch.arange(3) + 100 * rank + 1
+        value = loss(x, labels, ref_emb=torch.eye(3), ref_labels=labels + 50)
+        found.append((value.item(), torch.autograd.grad(value, x)[0].abs().sum().item()))
+    return found
 
 
 def rows_without_pairs(rank):
@@ -400,6 +426,21 @@ def test_rows_of_a_process_without_pairs_count(results):
     expected = loss(x, [0, 1, 7, 8], ref_emb=torch.cat(texts), ref_labels=[0, 1, 5, 6])
     torch.testing.assert_close(sum(values) / WORLD_SIZE, expected.detach())
     torch.testing.assert_close(torch.cat(gradients) / WORLD_SIZE, torch.autograd.grad(expected, x)[0])
+
+
+def test_a_process_without_rows_in_half_precision(results):
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = [create_loss(name)(x, ref_emb=x.flip(0)).item() for name in ("siglip", "unified", "triplet_sh")]
+    for found in results:
+        assert found["half precision"] == pytest.approx(expected, rel=1e-5)
+    empty = torch.zeros(0, 4).bfloat16()
+    assert create_loss("siglip")(empty, ref_emb=empty.clone()) == 0
+
+
+@pytest.mark.filterwarnings("ignore:no pair")
+def test_nothing_in_common_is_zero(results):
+    for found in results:
+        assert found["nothing in common"] == [(0.0, 0.0)] * 2
 
 
 def test_the_queue_of_one_process():

@@ -240,6 +240,7 @@ WRONG = {
         lambda: UnifiedLoss(tiled="no"),
         "UnifiedLoss: tiled must be True or False, got 'no'",
     ),
+    "no embeddings": (lambda: UnifiedLoss()(None, ref_emb=None), "embeddings must be a tensor, got NoneType"),
     "words as confidence": (
         lambda: create_loss("unified")(**call_of(confidence=["a", "b", "c"])),
         "confidence must be a tensor, an array or a list of numbers: ",

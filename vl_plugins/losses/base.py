@@ -334,6 +334,8 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
         is_mined = indices_tuple is not None
         with full_precision_call(self.products, embeddings=embeddings, ref_emb=ref_emb) as dtype:
             call, compares_vectors = Call(numbers, dtype), isinstance(self.distance, VECTOR_DISTANCES)
+            # Anchors are those of the batch, candidates are of everything: one object in one process, and where each
+            # process computes the whole loss.
             batch = everything = Batch.of(arguments, caption_numbers, compares_vectors, is_mined)
             if symmetric is None:
                 symmetric = self.symmetric and not is_mined
@@ -401,7 +403,7 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
         """Return the losses of the positive pairs: from vectors, by blocks of rows of a matrix, or by the matrix."""
         pairs, x, y = comparison.positives, comparison.anchors, comparison.candidates
         count, possible = pairs.rows.shape[0], x.shape[0] * y.shape[0]
-        if count == 0 or count >= possible - x.shape[0]:  # the exact condition, with copies, stands in the method
+        if count == 0 or count >= possible - x.shape[0]:  # a cheap bound; the method has the exact condition
             self._warn_of_no_pairs(comparison, one_set)
         has_turned_copies = comparison.copies is not None and comparison.anchor_columns > 0  # no block of columns has
         can_be_tiled = uses_engine or (self.by_row and self.is_plain() and not has_turned_copies)

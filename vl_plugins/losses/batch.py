@@ -22,7 +22,8 @@ class Batch:
             :meth:`vl_plugins.losses.PairLoss.forward`; None for what a call does not give. With one set, ``ref_emb`` is
             the embeddings, and ``ref_labels`` the labels.
         numbers: (C,) by name, such as the ``confidence`` of each column.
-        owners: (C,), the number of each column's row among all rows, where positions say what belongs together.
+        owners: (C,), the row of each column, counted among the rows of all processes once they are gathered, where
+            positions say what belongs together.
         captions: how many columns each row has by position; None if rows differ in it.
         one_set: the columns are the rows, and none is compared with itself.
         first_row, first_column: the places of this batch among the rows and columns of all processes.
@@ -161,8 +162,8 @@ class Batch:
             positives: pairs of rows, which may be those of one process, and the columns of this batch.
             matching_ids: (A, M), further ids of the rows.
             copies: (A,), the column that is each row's own copy, whose id it has too.
-            single_ids: the ids of columns that are anchors; by default, rows are the anchors, and all candidates have
-                one id each.
+            single_ids: where columns are the anchors, their ids; otherwise rows are the anchors, and all candidates
+                have one id each.
         """
         items, ids = [positives.rows], [self.ref_ids[positives.columns]]
         if matching_ids is not None:
@@ -209,7 +210,7 @@ class Batch:
     def gathered(
         self, processes: Any, names_of_numbers: tuple[str, ...], equal: dict[str, Any], settings: tuple[str, ...]
     ) -> "Batch":
-        """Return the batch of all processes; this one learns its place in it.
+        """Return the batch of all processes. Sets the places of this one, whose owners then count among all rows.
 
         Args:
             processes: the :class:`~vl_plugins.distributed.Processes` that share the batch.

@@ -118,7 +118,7 @@ def losses_of_rows(
     if loss.takes_pairs:
         numbers = numbers | {"pairs": (pairs.rows, pairs.columns)}
     losses, unpaired = loss.matrix_losses(similarities, positive_mask, negative_mask, **numbers), None
-    if loss.counts_unpaired_rows:
+    if isinstance(losses, tuple):
         losses, unpaired = losses
     if not is_result(losses, pairs.rows.shape[0]):
         raise wrong_result(loss, "matrix_losses", losses, pairs.rows.shape[0])

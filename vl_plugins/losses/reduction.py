@@ -49,7 +49,8 @@ def reduced(loss: Any, pairs: PairLosses, compared: Batch | Tensor, numbers: lis
         return result  # DoNothingReducer returns the dict
     if is_mean and count > 0 and shows_nan:
         return result
-    # Add 0 times what must show NaN, or get a gradient. A mean of pairs has all gradients, so it lacks NaN alone.
+    # Add 0 times the embeddings, so that NaN shows, and so that they have gradients. A mean of a pair or more has
+    # gradients already, so there they are constants.
     sides = compared.sides() if isinstance(compared, Batch) else [compared]
     sources: list[Any] = [*sides, values, *numbers]
     if is_mean and count > 0:
@@ -86,11 +87,13 @@ def share_of_mean(processes: Any, losses: list[PairLosses]) -> PairLosses:
         if of_direction.unpaired is not None:
             tensors.append(of_direction.unpaired.reshape(1))
     values = torch.cat(tensors)
-    pairs = torch.full((2,), len(losses[0].values), dtype=torch.float64, device=values.device)  # exact
-    pairs[1] = 1  # a process
-    distributed.all_reduce(pairs, group=processes.group)
-    all_pairs, size = pairs
-    values = values * (len(values) * size / all_pairs.clamp(min=1))
+    totals = torch.full((2,), len(losses[0].values), dtype=torch.float64, device=values.device)  # exact
+    totals[1] = 1  # pairs, and processes
+    distributed.all_reduce(totals, group=processes.group)
+    all_pairs, size = totals
+    # Without a pair in any process, the loss is 0, whatever unpaired rows add.
+    share = torch.where(all_pairs > 0, len(values) * size / all_pairs.clamp(min=1), 0)
+    values = values * share
     places = torch.arange(len(values), device=values.device)
     return PairLosses(values, (places, places))
 

@@ -80,6 +80,6 @@ class SigLIPLoss(ScaledLoss):
         rows, columns = pairs
         logits = scale * similarities + bias
         of_negatives = softplus(logits).masked_fill(~negative_mask, 0).sum(dim=1)
-        positives = positive_mask.sum(dim=1)
-        losses = softplus(-logits[rows, columns]) + (of_negatives / positives.clamp(min=1))[rows]
-        return losses, of_negatives.masked_fill(positives > 0, 0).sum()
+        positives_per_row = positive_mask.sum(dim=1)
+        losses = softplus(-logits[rows, columns]) + (of_negatives / positives_per_row.clamp(min=1))[rows]
+        return losses, of_negatives.masked_fill(positives_per_row > 0, 0).sum()
