@@ -706,10 +706,17 @@ class _Gradient:
         if not self.needs_x:
             self.x = None
         elif x_norms is not None:
-            _to_tangent(self.x, x / x_norms)
+            _remove_radial(self.x, x, x_norms)
         if self.needs_y and y_norms is not None:
-            _to_tangent(self.y, y / y_norms)
+            _remove_radial(self.y, y, y_norms)
         return self.x, self.y, products
+
+
+def _remove_radial(gradient: Tensor, vectors: Tensor, norms: Tensor) -> None:
+    """Leave of a gradient the part that is orthogonal to vectors, in place and without a copy of their units."""
+    vectors = vectors.to(gradient.dtype)
+    along = (gradient * vectors).sum(dim=1, keepdim=True).div_(norms.square())
+    gradient.addcmul_(vectors, along, value=-1)
 
 
 def _to_tangent(gradient: Tensor, units: Tensor) -> Tensor:

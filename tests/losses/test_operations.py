@@ -14,8 +14,8 @@ from vl_plugins import create_loss
 
 # The most operations of a call by labels, by places, and by labels with ids.
 LOSSES = [
-    ("unified", 67, 57, 87),
-    ("vlc", 64, 54, 84),
+    ("unified", 69, 59, 89),
+    ("vlc", 66, 56, 86),
     ("triplet_hn", 63, 54, 83),
     ("goal", 74, 65, 94),
     ("smooth_chamfer", 252, 245, 267),
