@@ -90,6 +90,7 @@ def path_of_unified(rank=0, gathers=False):
     return files_and_functions(lambda: loss(images, labels, ref_emb=texts, ref_labels=labels.clone()).backward())
 
 
+@NEWEST  # until torch 2.3, whether autocast is on takes a function of this package
 def test_few_files_and_functions_on_the_way_of_a_call():
     files, functions, calls = path_of_unified()
     assert files <= 6
