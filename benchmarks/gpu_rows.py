@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.losses import PEERS, SCALE, Loss, metric_loss, step
+from benchmarks.losses import PEERS, SCALE, SIGLIP_BIAS, SIGLIP_SCALE, Loss, metric_loss, place_loss, step
 from vl_plugins import create_loss, engine
 
 BASELINE = "open_clip's `ClipLoss`"
@@ -24,7 +24,6 @@ COMPILED_BASELINE = f"{BASELINE}, compiled"
 LOSSES_OF_VECTORS = ("unified", "vlc", "siglip", "triplet_hn", "triplet_sh", "goal")
 WITH_COMPILED_BLOCKS = ("unified", "vlc")  # those with a soft maximum
 SET_SIZE = 4
-SIGLIP_SCALE, SIGLIP_BIAS = 10.0, -10.0  # as in PEERS: where SigLIP starts training
 
 
 class Row(NamedTuple):
@@ -126,15 +125,6 @@ def peer_rows(device: str) -> tuple[list[Row], dict[str, str]]:
         else:
             rows.append(Row(f"{peer.package}'s `{peer.function}`", peer.loss(module, device)))
     return rows, reasons
-
-
-def place_loss(loss: torch.nn.Module) -> Loss:
-    """Return a loss that is called without labels: text i belongs to image i."""
-
-    def run(images: Tensor, texts: Tensor, labels: Tensor) -> Tensor:
-        return loss(images, ref_emb=texts)
-
-    return run
 
 
 def rows_of_loss(name: str, **options: str) -> list[Row]:

@@ -33,6 +33,7 @@ from vl_plugins import create_loss
 
 # The defaults of the losses, which the peers get too.
 SCALE, MARGIN = 50.0, 0.2
+SIGLIP_SCALE, SIGLIP_BIAS = 10.0, -10.0  # where SigLIP starts training
 BACKENDS = {None: {}, "dense": {"tiled": False}, "tiled": {"tiled": True}}
 
 Loss = Callable[[Tensor, Tensor, Tensor], Any]  # of images (B, D), texts (B, D) and labels (B,), all different
@@ -55,6 +56,15 @@ def metric_loss(loss: torch.nn.Module, miner: torch.nn.Module | None = None) -> 
     return run
 
 
+def place_loss(loss: torch.nn.Module) -> Loss:
+    """Return a loss that is called without labels: text i belongs to image i."""
+
+    def run(images: Tensor, texts: Tensor, labels: Tensor) -> Tensor:
+        return loss(images, ref_emb=texts)
+
+    return run
+
+
 @torch.no_grad()
 def three_products(images: Tensor, texts: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     similarities = images @ texts.T
@@ -65,7 +75,7 @@ PEERS: dict[str, Callable[[], Loss]] = {
     "clip": lambda: open_clip_loss(ClipLoss(), SCALE),
     # For each shape anew: as fast as it gets.
     "clip-compiled": lambda: open_clip_loss(torch.compile(ClipLoss(), dynamic=False), SCALE),
-    "siglip": lambda: open_clip_loss(SigLipLoss(), 10.0, -10.0),  # where SigLIP starts training
+    "siglip": lambda: open_clip_loss(SigLipLoss(), SIGLIP_SCALE, SIGLIP_BIAS),
     "triplet-margin": lambda: metric_loss(
         # The default reducer leaves out triplets without a loss.
         TripletMarginLoss(margin=MARGIN, distance=CosineSimilarity(), reducer=MeanReducer()),

@@ -16,18 +16,17 @@ are divided by it.
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from open_clip.loss import ClipLoss
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import normalize
 
+from benchmarks.losses import PEERS, SCALE, Loss, place_loss
 from vl_plugins.losses import UnifiedLoss, VLCLoss
 
 DIMENSION = 512
-SCALE = 50.0
 LOSS_SCALE = 2.0**16  # where a GradScaler starts
 # The cosines of unrelated features have a standard deviation of 0.1, those of pairs a mean of 0.4, so that in a large
 # batch some texts are closer to an image than its own.
@@ -35,20 +34,6 @@ LATENT_DIMENSION = 100
 NOISE = 2.3
 MOST_BATCHES = 16
 ROWS_OF_BATCHES = 4096  # small batches are repeated until they have so many rows
-
-Loss = Callable[[Tensor, Tensor], Tensor]  # of images and texts, (B, D) each
-
-
-class Row(NamedTuple):
-    """A loss in the tables.
-
-    Attributes:
-        label: first cell of the row, in Markdown.
-        loss: called with images and texts.
-    """
-
-    label: str
-    loss: Loss
 
 
 class Errors(NamedTuple):
@@ -58,33 +43,14 @@ class Errors(NamedTuple):
     value: float
 
 
-def clip_loss() -> Loss:
-    """Return open_clip's loss with a fixed scale."""
-    loss = ClipLoss()
-
-    def run(images: Tensor, texts: Tensor) -> Tensor:
-        return loss(images, texts, SCALE)
-
-    return run
-
-
-def own_loss(loss: nn.Module) -> Loss:
-    """Return one of our losses, which is called without labels: text i belongs to image i."""
-
-    def run(images: Tensor, texts: Tensor) -> Tensor:
-        return loss(images, ref_emb=texts)
-
-    return run
-
-
-def all_rows() -> list[Row]:
-    """Return the losses of the tables."""
-    rows = [Row("open_clip's `ClipLoss`", clip_loss())]
+def all_losses() -> dict[str, Loss]:
+    """Return the losses of the tables by label, the first cell of a row in Markdown."""
+    losses = {"open_clip's `ClipLoss`": PEERS["clip"]()}
     for kind in (VLCLoss, UnifiedLoss):
         for products in ("autocast", "float32"):
             loss = kind(scale=SCALE, products=products)
-            rows.append(Row(f"`{kind.__name__}`, products {products}", own_loss(loss)))
-    return rows
+            losses[f"`{kind.__name__}`, products {products}"] = place_loss(loss)
+    return losses
 
 
 def features(size: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -111,7 +77,7 @@ def value_and_gradient(
     """
     images = images.clone().requires_grad_()
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
-        value = loss(images, texts)
+        value = loss(images, texts, torch.arange(len(images)))
     (gradient,) = torch.autograd.grad(LOSS_SCALE * value, images)
     return value.detach().double(), gradient.double() / LOSS_SCALE
 
@@ -163,14 +129,14 @@ def print_table(autocast: torch.dtype, sizes: Sequence[int]) -> None:
     print_row(columns)
     print_row(["---", "---"] + ["---:"] * (len(columns) - 2))
     for name, is_rounded in (("rounded", True), ("float32", False)):
-        for row in all_rows():
+        for label, loss in all_losses().items():
             gradient_cells = []
             value_cells = []
             for size in sizes:
-                of_size = errors(row.loss, size, autocast, is_rounded)
+                of_size = errors(loss, size, autocast, is_rounded)
                 gradient_cells.append(f"{of_size.gradient:.1e}")
                 value_cells.append(f"{of_size.value:.1e}")
-            print_row([name, row.label, *gradient_cells, *value_cells])
+            print_row([name, label, *gradient_cells, *value_cells])
 
 
 def print_features(sizes: Sequence[int]) -> None:

@@ -120,9 +120,12 @@ class Processes:
                 then has no gradient, which DistributedDataParallel detects; otherwise it has a gradient of 0.
 
         Raises:
-            ValueError: in all processes, for tensors of other names, types or widths than those of another process,
-                for a number or a setting that differs, or for labels that are 0 to n - 1 in each process.
+            ValueError: for ``copies``, which are places of one process; in all processes, for tensors of other names,
+                types or widths than those of another process, for a number or a setting that differs, or for labels
+                that are 0 to n - 1 in each process.
         """
+        if tensors.get("copies") is not None:
+            raise ValueError("copies are places of one process: create the loss without gather_across_devices")
         present = {}
         for name, value in tensors.items():
             if value is not None:
@@ -423,8 +426,6 @@ def joined_call(
         call: by the names of :class:`~vl_plugins.losses.PairLoss`, and others. Labels that are not given follow from
             the order of the rows.
     """
-    if processes.size > 1 and call.get("copies") is not None:
-        raise ValueError("copies are places of one process: create the loss without gather_across_devices")
     rows, options, numbers = {}, {}, {}
     for name, value in call.items():
         if name in SHAPES or name == "confidence":

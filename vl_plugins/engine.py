@@ -47,9 +47,9 @@ __all__ = [
     "label_pairs",
     "matrix_maximum",
     "maxima",
+    "numbers_of_pairs",
     "product",
     "similarities_of",
-    "soft_maxima",
     "unit_vectors",
     "without_autocast",
 ]
@@ -116,6 +116,14 @@ def label_pairs(labels: Tensor, ref_labels: Tensor) -> Pairs:
     rows = torch.repeat_interleave(counts)
     rank = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
     return Pairs(rows, order[first[rows] + rank])
+
+
+def numbers_of_pairs(numbers: dict[str, Tensor], places: Tensor | slice) -> dict[str, Tensor]:
+    """Return the numbers at some places, such as those of columns at the column of each pair."""
+    of_pairs = {}
+    for name, values in numbers.items():
+        of_pairs[name] = values[places]
+    return of_pairs
 
 
 class KnownPositives(NamedTuple):
@@ -204,11 +212,13 @@ class Comparison(NamedTuple):
         """Return the columns that are anchors with the rows as candidates, and the order of the pairs."""
         columns, known_positives = self.anchor_columns, self.known_positives
         back, order = self.positives.transposed()
+        numbers = numbers_of_pairs(self.numbers, order)
         if known_positives is not None:
             known_positives = known_positives._replace(
                 items_are_rows=False, single_ids=known_positives.single_ids[:columns]
             )
-        return Comparison(self.candidates[:columns], self.anchors, back, known_positives=known_positives), order
+        anchors = self.candidates[:columns]
+        return Comparison(anchors, self.anchors, back, known_positives=known_positives, numbers=numbers), order
 
     def blocks(self) -> list[tuple[slice, "Comparison"]]:
         """Return the comparison in blocks of rows, each with the places of its rows.
@@ -230,7 +240,7 @@ class Comparison(NamedTuple):
             block = self._replace(
                 anchors=self.anchors[rows],
                 positives=Pairs(pairs.rows[places] - start, pairs.columns[places], pairs.per_row),
-                numbers={name: values[places] for name, values in self.numbers.items()},
+                numbers=numbers_of_pairs(self.numbers, places),
             )
             if self.copies is not None:
                 block = block._replace(copies=self.copies[rows])
@@ -364,9 +374,8 @@ class UnitVectors(torch.autograd.Function):
         if grad is None:
             return None
         vectors, units = ctx.saved_tensors
-        # Computed again, for second derivatives.
-        norms = torch.threshold(torch.linalg.vector_norm(vectors, dim=-1, keepdim=True), LEAST_NORM, torch.inf)
-        return torch.addcmul(grad, units, (grad * units).sum(-1, keepdim=True), value=-1) / norms
+        # The norms are computed again, for second derivatives.
+        return torch.addcmul(grad, units, (grad * units).sum(-1, keepdim=True), value=-1) / _norms(vectors)
 
 
 def unit_vectors(vectors: Tensor) -> Tensor:
@@ -421,9 +430,9 @@ def matrix_maximum(similarities: Tensor, negative_mask: Tensor, scale: float | T
 
 
 def _norms(vectors: Tensor) -> Tensor:
-    """Return the norm of each vector, (N, 1); infinity for a zero vector, so that it and its gradient stay zero."""
+    """Return the norm of each vector, (..., 1); infinity for a zero vector, so that it and its gradient stay zero."""
     dtype = torch.float32 if vectors.dtype in HALF else None
-    norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True, dtype=dtype)
+    norms = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True, dtype=dtype)
     return torch.threshold(norms, LEAST_NORM, torch.inf)
 
 
@@ -505,27 +514,34 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-# The soft maximum
-
-
-def soft_maxima(
-    comparison: Comparison, scale: float | Tensor, normalize: bool, dtype: torch.dtype | None, tiled: bool
+def maxima(
+    comparison: Comparison,
+    scale: float | Tensor | None,
+    normalize: bool,
+    dtype: torch.dtype | None,
+    tiled: bool,
 ) -> Maxima:
-    """Return the similarities of the positive pairs, and the soft maximum of each anchor's negatives.
+    """Return the similarities of the positive pairs, and the (soft) maximum of each anchor's negatives.
 
     The result can be differentiated only once.
 
     Args:
         comparison: vectors of one type, float32 or float64.
-        scale: see :func:`matrix_maximum`; a number, or a 0-D tensor, which receives a gradient.
+        scale: see :func:`matrix_maximum`; a number, a 0-D tensor, which receives a gradient, or None for the maximum.
         normalize: compare by cosine; otherwise by dot product.
         dtype: of the products, bfloat16 or float16; None for that of the vectors.
-        tiled: compute each block again for the gradients, instead of keeping the matrix (A, C).
+        tiled: for a soft maximum, compute each block again for the gradients, instead of keeping the matrix (A, C).
     """
-    x, y = comparison.anchors, comparison.candidates
-    values = _SoftMaxima.apply(x, y, scale, comparison, normalize, dtype, tiled)
+    if scale is None:
+        values = _maxima(comparison, normalize, dtype)
+    else:
+        x, y = comparison.anchors, comparison.candidates
+        values = _SoftMaxima.apply(x, y, scale, comparison, normalize, dtype, tiled)
     pairs = comparison.positives.rows.shape[0]
     return Maxima(*values.split_with_sizes([pairs, values.shape[0] - pairs]))
+
+
+# The soft maximum
 
 
 class _SoftMaxima(torch.autograd.Function):
@@ -727,11 +743,10 @@ def _to_tangent(gradient: Tensor, units: Tensor) -> Tensor:
 # The maximum
 
 
-def maxima(comparison: Comparison, normalize: bool, dtype: torch.dtype | None) -> Maxima:
-    """Return the similarities of the positive pairs, and the maximum similarity of each anchor's negatives.
+def _maxima(comparison: Comparison, normalize: bool, dtype: torch.dtype | None) -> Tensor:
+    """Return the similarities of the positive pairs, then the maximum similarity of each anchor's negatives.
 
-    No matrix is kept. If several negatives tie, only one receives a gradient. The result can be differentiated only
-    once. Arguments are those of :func:`soft_maxima`.
+    No matrix is kept. If several negatives tie, only one receives a gradient.
     """
     x, y = comparison.anchors, comparison.candidates
     rows, columns = x.shape[0], comparison.anchor_columns
@@ -761,9 +776,8 @@ def maxima(comparison: Comparison, normalize: bool, dtype: torch.dtype | None) -
             pair_columns.append(numbers[:columns])
             similarities.append(of_columns.values)
         pairs = Pairs(torch.cat(pair_rows), torch.cat(pair_columns))
-    values = _PairSimilarities.apply(x, y, units, pairs, numbers, torch.cat(similarities))
-    pairs = comparison.positives.rows.shape[0]
-    return Maxima(*values.split_with_sizes([pairs, values.shape[0] - pairs]))
+    result: Tensor = _PairSimilarities.apply(x, y, units, pairs, numbers, torch.cat(similarities))
+    return result
 
 
 class _ColumnMaxima:

@@ -66,12 +66,11 @@ class JoinedSets:
         """Return the mean over the sets of two elements or more, added up over the sides."""
         pairs = (self.present[:, :, None] & self.present[:, None]).triu(1)
         count = pairs.sum(dim=(1, 2))
-        with torch.autocast(self.units.device.type, enabled=False):
-            cosines = product(self.units, self.units)  # of unit vectors: ||x - x'||^2 = 2 - 2 cos
-            kernels = (2 * scale * (cosines - 1)).exp()
-            # Not masked: 0 times NaN is NaN.
-            means = (kernels * pairs).sum(dim=(1, 2)) / count.clamp(min=1)
-            return (means * self._shares(count > 0)).sum()
+        cosines = product(self.units, self.units)  # of unit vectors: ||x - x'||^2 = 2 - 2 cos
+        kernels = (2 * scale * (cosines - 1)).exp()
+        # Not masked: 0 times NaN is NaN.
+        means = (kernels * pairs).sum(dim=(1, 2)) / count.clamp(min=1)
+        return (means * self._shares(count > 0)).sum()
 
     def _shares(self, mask: Tensor) -> Tensor:
         """Return 1 / number of True entries of a side, and 0 for others."""
@@ -225,7 +224,6 @@ class UniformityRegularizer(SetRegularizer):
         units, present, items = joined.units.flatten(0, 1), joined.present.flatten(), items.flatten()
         pairs = (items[:, None] != items) & present[:, None] & present
         count = pairs.sum()
-        with torch.autocast(units.device.type, enabled=False):
-            exponents = 2 * self.t * (product(units, units) - 1)
-            total = exponents.masked_fill(~pairs, torch.finfo(units.dtype).min).flatten().logsumexp(dim=0)
+        exponents = 2 * self.t * (product(units, units) - 1)
+        total = exponents.masked_fill(~pairs, torch.finfo(units.dtype).min).flatten().logsumexp(dim=0)
         return torch.where(count > 0, total - count.clamp(min=1).to(total).log(), 0) + 0 * units.sum()

@@ -237,11 +237,6 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
     takes_pairs = has_own_negatives = False
 
     @property
-    def needs_matrix(self) -> bool:
-        """True if a hook of the loss's own reads a matrix of similarities, whole or in blocks of rows."""
-        return self.has_matrix_losses or self.has_own_negatives
-
-    @property
     def margin_in_use(self) -> Any:
         """By how much a positive should be closer than a negative, for statistics."""
         return getattr(self, "margin", 0.0)
@@ -350,8 +345,6 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
         """Return the rows and columns that this process compares as anchors, and those of all processes."""
         if self.processes.size == 1:
             return batch, batch
-        if batch.copies is not None and not batch.one_set:
-            raise ValueError("copies are places of one process: create the loss without gather_across_devices")
         # In words, so that an error can list them: a warm-up may have ended in one process only.
         settings = type(self).__name__, f"symmetric={both}", "indices_tuple" if is_mined else "no indices_tuple"
         equal = numbers
@@ -427,11 +420,8 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
 
     def _of_vectors(self, comparison: Comparison, call: Call, tiled: bool) -> Tensor:
         """Return the losses by :mod:`vl_plugins.engine`, both directions from one product."""
-        normalize = self.distance.normalize_embeddings
-        if type(self).of_negatives is hardest:
-            maxima = engine.maxima(comparison, normalize, call.dtype)
-        else:
-            maxima = engine.soft_maxima(comparison, call.numbers["scale"], normalize, call.dtype, tiled)
+        scale = None if type(self).of_negatives is hardest else call.numbers["scale"]
+        maxima = engine.maxima(comparison, scale, self.distance.normalize_embeddings, call.dtype, tiled)
         positive, negative = maxima.positive, maxima.of_pairs(comparison)
         numbers, are_both = call.numbers | comparison.numbers, comparison.anchor_columns > 0
         if are_both:  # apply the formula once, to the pairs of both directions

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vl_plugins.engine import Comparison, KnownPositives, Pairs, label_pairs
+from vl_plugins.engine import Comparison, KnownPositives, Pairs, label_pairs, numbers_of_pairs
 from vl_plugins.numerics import NO_ID, captions_per_row, checked_rows
 
-__all__ = ["Batch", "joined_sets", "numbers_of_pairs"]
+__all__ = ["Batch", "joined_sets"]
 
 
 @dataclass(eq=False)
@@ -220,7 +220,7 @@ class Batch:
         # In all processes the same names, so that an argument that only some of them give is detected.
         tensors = {"embeddings": self.embeddings, "labels": self.labels, "matching_ids": self.matching_ids}
         if not self.one_set:
-            tensors |= {"ref_emb": self.ref_emb, "ref_labels": self.ref_labels}
+            tensors |= {"ref_emb": self.ref_emb, "ref_labels": self.ref_labels, "copies": self.copies}
         tensors |= {"ref_ids": self.ref_ids, "negatives": self.negatives, "negative_ids": self.negative_ids}
         for name in names_of_numbers:
             tensors[name] = self.numbers.get(name)
@@ -257,14 +257,6 @@ def owners_of_columns(rows: list[int], columns: list[int], device: torch.device)
     if len(of_processes_with_rows) == 1:
         return owners, of_processes_with_rows.pop()
     return owners, None
-
-
-def numbers_of_pairs(numbers: dict[str, Tensor], columns: Tensor) -> dict[str, Tensor]:
-    """Return numbers of columns as numbers of pairs, given the column of each pair."""
-    of_pairs = {}
-    for name, values in numbers.items():
-        of_pairs[name] = values[columns]
-    return of_pairs
 
 
 def joined_sets(sides: list[Tensor]) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from vl_plugins.distances import SetDistance, captions_come_first
 from vl_plugins.distributed import GathersAcrossDevices, Processes, all_rows, joined_call, processes_of
 from vl_plugins.losses.batch import Batch, joined_sets
+from vl_plugins.losses.matrix import without_known
 from vl_plugins.losses.warmup import Warmup
 from vl_plugins.numerics import check_loss, full_precision_call
 
@@ -178,7 +179,7 @@ class CrossModalLoss(GathersAcrossDevices, nn.Module):
         if self.miner is not None:
             pairs = self.miner(*anchors, *candidates)
         if is_known is not None:
-            pairs = _without_known(pairs or _all_pairs(anchors[1], candidates[1]), is_known)
+            pairs = without_known(pairs or _all_pairs(anchors[1], candidates[1]), is_known)
         return self.pair_loss(*anchors, pairs, *candidates, **options)
 
 
@@ -209,14 +210,3 @@ def known_positives(labels: Tensor, text_labels: Tensor, ref_ids: Any, matching_
 def _all_pairs(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, ...]:
     is_positive = labels[:, None] == ref_labels
     return *is_positive.nonzero(as_tuple=True), *(~is_positive).nonzero(as_tuple=True)
-
-
-def _without_known(indices: tuple[Tensor, ...], is_known: Tensor) -> tuple[Tensor, ...]:
-    """Return pairs or triplets without the negatives that are known positives."""
-    if len(indices) == 3:
-        anchors, positives, negatives = indices
-        is_negative = ~is_known[anchors, negatives]
-        return anchors[is_negative], positives[is_negative], negatives[is_negative]
-    anchors, positives, negative_anchors, negatives = indices
-    is_negative = ~is_known[negative_anchors, negatives]
-    return anchors, positives, negative_anchors[is_negative], negatives[is_negative]

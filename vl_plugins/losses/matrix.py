@@ -1,13 +1,22 @@
 """Losses of positive pairs by a matrix of similarities: the whole matrix, its blocks of rows, or a miner's choice."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from vl_plugins.engine import Comparison, Pairs, matrix_maximum, similarities_of, unit_vectors, without_autocast
-from vl_plugins.losses.batch import Batch, numbers_of_pairs
+from vl_plugins.engine import (
+    Comparison,
+    Pairs,
+    matrix_maximum,
+    numbers_of_pairs,
+    similarities_of,
+    unit_vectors,
+    without_autocast,
+)
+from vl_plugins.losses.batch import Batch
 
 __all__ = [
     "Call",
@@ -21,6 +30,7 @@ __all__ = [
     "matrix_of",
     "soft_maximum",
     "summary_of_negatives",
+    "without_known",
     "wrong_result",
 ]
 
@@ -179,7 +189,6 @@ def losses_of_blocks(loss: Any, comparison: Comparison, call: Call) -> PairLosse
     losses, unpaired = _losses_of_blocks(loss, comparison, call, normalize)
     if columns > 0:
         turned, order = comparison.transposed()
-        turned = turned._replace(numbers=numbers_of_pairs(comparison.numbers, order))
         losses_back, unpaired_back = _losses_of_blocks(loss, turned, call, normalize)
         losses, unpaired = losses.index_add(0, order, losses_back), _sum(unpaired, unpaired_back)
     return PairLosses(losses, (pairs.rows, pairs.columns), unpaired)
@@ -242,16 +251,15 @@ def losses_of_indices(loss: Any, batch: Batch, indices_tuple: tuple[Any, ...], b
 def _losses_of_triplets(
     loss: Any,
     similarities: Tensor,
-    triplets: list[Tensor],
+    triplets: Sequence[Tensor],
     is_known: Tensor | None,
     numbers: Numbers,
     caption_numbers: Numbers,
 ) -> PairLosses:
     """Return the losses of a miner's triplets, each with its own negative."""
-    anchors, positives, negatives = triplets
     if is_known is not None:
-        is_negative = ~is_known[anchors, negatives]
-        anchors, positives, negatives = anchors[is_negative], positives[is_negative], negatives[is_negative]
+        triplets = without_known(triplets, is_known)
+    anchors, positives, negatives = triplets
     losses = similarities.new_zeros(0)
     if len(anchors) > 0:
         numbers = numbers | numbers_of_pairs(caption_numbers, positives)
@@ -259,6 +267,22 @@ def _losses_of_triplets(
         if not is_result(losses, len(anchors)):
             raise wrong_result(loss, "triplet_losses", losses, len(anchors))
     return PairLosses(losses, (anchors, positives, negatives))
+
+
+def without_known(indices: Sequence[Tensor], is_known: Tensor) -> tuple[Tensor, ...]:
+    """Return pairs or triplets without the negatives that are known positives.
+
+    Args:
+        indices: of pairs or triplets, index tensors.
+        is_known: (A, C), bool.
+    """
+    if len(indices) == 3:
+        anchors, positives, negatives = indices
+        is_negative = ~is_known[anchors, negatives]
+        return anchors[is_negative], positives[is_negative], negatives[is_negative]
+    anchors, positives, negative_anchors, negatives = indices
+    is_negative = ~is_known[negative_anchors, negatives]
+    return anchors, positives, negative_anchors[is_negative], negatives[is_negative]
 
 
 def _checked_indices(indices_tuple: Any, device: torch.device) -> list[Tensor]:

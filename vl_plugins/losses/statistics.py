@@ -61,11 +61,8 @@ def _compared(loss: Any, comparison: Comparison, call: Call) -> tuple[Tensor, Te
     if len(pairs.rows) == 0:
         return x.new_zeros(0), x.new_zeros(0)
     if loss.is_plain() and not loss.has_own_negatives:
-        normalize = loss.distance.normalize_embeddings
-        if type(loss).of_negatives is hardest:
-            maxima = engine.maxima(comparison, normalize, call.dtype)
-        else:
-            maxima = engine.soft_maxima(comparison, call.numbers["scale"], normalize, call.dtype, tiled=True)
+        scale = None if type(loss).of_negatives is hardest else call.numbers["scale"]
+        maxima = engine.maxima(comparison, scale, loss.distance.normalize_embeddings, call.dtype, tiled=True)
         return maxima.positive, maxima.of_pairs(comparison)
     similarities = matrix_of(loss, x, y, call.dtype)
     summary = summary_of_negatives(loss, similarities, comparison.masks()[1], call.numbers)
