@@ -415,6 +415,14 @@ WRONG = {
         lambda: HardestNegativeMiner()(torch.eye(3), LABELS, torch.eye(3)),
         "ref_labels must be given with the embeddings: a miner finds pairs by their labels",
     ),
+    "vectors below sets": (
+        lambda: create_loss("smooth_chamfer")(**SETS, labels=LABELS, negatives=torch.ones(2, 4)),
+        r"negatives must be \(N, K, D\), as the candidates, got \(2, 4\)",
+    ),
+    "packed sets of another size": (
+        lambda: create_loss("smooth_chamfer", set_size=2)(**call_of(), negatives=torch.ones(2, 6)),
+        r"negatives must be \(N, 4\), got \(2, 6\)",
+    ),
     "copies by place": (
         lambda: create_loss("unified")(**call_of(labels=None, ref_labels=None, copies=LABELS)),
         "copies need labels",

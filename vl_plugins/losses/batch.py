@@ -66,6 +66,8 @@ class Batch:
         batch.one_set = rows["ref_emb"] is None
         if not is_mined and (batch.labels is None or batch.ref_labels is None):
             batch.captions = captions_per_row(rows)
+        if batch.negatives is not None and not compares_vectors:
+            _check_negatives(batch.embeddings if batch.one_set else batch.ref_emb, batch.negatives)
         if batch.one_set:
             batch.ref_emb, batch.ref_labels = batch.embeddings, batch.labels
             batch.copies = torch.arange(batch.embeddings.shape[0], device=batch.embeddings.device)
@@ -257,6 +259,16 @@ def owners_of_columns(rows: list[int], columns: list[int], device: torch.device)
     if len(of_processes_with_rows) == 1:
         return owners, of_processes_with_rows.pop()
     return owners, None
+
+
+def _check_negatives(candidates: Tensor, negatives: Tensor) -> None:
+    """Raise ``ValueError`` for negatives that cannot be appended to the candidates, such as vectors to sets."""
+    if negatives.ndim == candidates.ndim and negatives.shape[-1] == candidates.shape[-1]:
+        return
+    expected = f"(N, {candidates.shape[-1]})"
+    if candidates.ndim == 3:
+        expected = "(N, K, D), as the candidates"
+    raise ValueError(f"negatives must be {expected}, got {tuple(negatives.shape)}")
 
 
 def joined_sets(sides: list[Tensor]) -> Tensor:
