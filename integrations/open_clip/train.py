@@ -180,11 +180,12 @@ class _Launch:
             return
         if isinstance(obj, dict) and "epoch" in obj and (self.args.loss or self.args.head):
             obj = {**obj, "args": made_with(self.args, self.loss) | settings_of(self.args)}
-        partial_file = Path(f).parent / ".partial" / Path(f).name  # torch writes the name into the file
+        file = Path(os.path.realpath(f))  # a link stays, and the file that it names is replaced
+        partial_file = file.parent / ".partial" / Path(f).name  # torch writes the name into the file
         with user_errors(f"cannot write {f}", RuntimeError):  # torch raises one if the disk is full
             partial_file.parent.mkdir(exist_ok=True)
             save(obj, partial_file, *given, **options)
-            os.replace(partial_file, f)
+            os.replace(partial_file, file)
             with suppress(OSError):  # a killed process left another file
                 partial_file.parent.rmdir()
 

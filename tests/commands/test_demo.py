@@ -15,7 +15,9 @@ from vl_plugins.commands import demo
 
 
 def rsums(output):
-    return {name: float(value) for name, value in re.findall(r"^(\w+) .* (\d+\.\d)$", output, re.MULTILINE)}
+    """Return RSUM of each model: of the table of metrics, and not of the differences that follow."""
+    table, _, _ = output.partition("compared with")
+    return {name: float(value) for name, value in re.findall(r"^(\w+) .* (\d+\.\d)$", table, re.MULTILINE)}
 
 
 def run_module(rank, words):

@@ -1,6 +1,7 @@
 import errno
 import os
 import resource
+import stat
 import uuid
 
 import pytest
@@ -55,6 +56,37 @@ def test_nothing_is_left_when_writing_fails(folder, error):
     with pytest.raises(error):
         fail()
     assert names(folder) == []
+
+
+@pytest.mark.parametrize("before", [b"before", None], ids=["a link to a file", "a link to nothing"])
+def test_a_link_stays(tmp_path, before):
+    target, link = tmp_path / "disk" / "target.html", tmp_path / "link.html"
+    if before is not None:
+        write_file(target, before)
+    link.symlink_to(target)
+    write_file(link, b"after")
+    assert link.is_symlink()
+    assert target.read_bytes() == b"after"
+    assert names(target.parent) == ["target.html"]
+
+
+def test_a_pipe_is_written_to(tmp_path):
+    """As a device, which a rename would remove: as root, even /dev/null."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_file(pipe, b"page")
+        assert os.read(reader, 100) == b"page"
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_a_folder_is_not_replaced(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match=r"cannot write .*folder: Is a directory"):
+        write_file(tmp_path / "folder", b"page")
 
 
 @pytest.mark.parametrize("size", [50_000, 600_000])

@@ -144,3 +144,35 @@ def test_rows_without_an_image_or_a_caption_or_with_a_file_of_ones_own(items, tm
     with pytest.raises(UserError, match=f"the row names the file {tmp_path}/own.png, which is not of the data set"):
         files.read(of_another_folder.file)
     assert rejected.image.startswith(f"{tmp_path}/set: train row 2 (")
+
+
+def write_pictures(folder, rows, items):
+    """Write a folder of pictures with a table; each row is a file's name, an id and a caption."""
+    for (name, _, _), item in zip(rows, items, strict=False):
+        (folder / name).write_bytes(item["image"]["bytes"])
+    with open(folder / "metadata.csv", "w", newline="") as stream:
+        csv.writer(stream).writerows([["file_name", "id", "caption"], *rows])
+
+
+def test_pictures_of_one_id_are_not_merged(items, tmp_path):
+    """An id may be that of a product, of which there are several pictures."""
+    rows = [["0.png", "P1", "front"], ["1.png", "P1", "sole"], ["2.png", "P2", "side"]]
+    write_pictures(tmp_path, rows, items)
+    first, second, other = read_hugging_face(str(tmp_path))[0]
+    assert [(image.image_id, image.captions) for image in (first, other)] == [("P1", ("front",)), ("P2", ("side",))]
+    assert second.reason == "image id P1 occurs more than once; ids must be unique"
+
+
+@pytest.mark.parametrize("ids", [(7, 7, 8), None], ids=["ids", "no ids"])
+def test_rows_are_one_image_by_their_bytes(items, tmp_path, ids):
+    """Pictures of as many bytes are no proof."""
+    picture = items[0]["image"]["bytes"]
+    other = bytes(reversed(picture))
+    rows = []
+    for number, content in enumerate([picture, picture, other]):
+        row = {"image": {"bytes": content, "path": None}, "caption": str(number)}
+        if ids is not None:
+            row["image_id"] = ids[number]
+        rows.append(row)
+    images, _ = read_hugging_face(write_parquet(tmp_path / "set", train=rows))
+    assert [image.captions for image in images] == [("0", "1"), ("2",)]

@@ -144,6 +144,17 @@ class TestOtherShards:
         assert collection.caption_ids == ["x", 3, "c7#0", "c7#1", "d#0"]
         assert (collection.splits, collection.captions[-1]) == (["d-v"], "grün")
 
+    def test_ids_of_two_data_sets_that_count_from_0(self, tmp_path):
+        shards = []
+        for name in ("cats", "dogs"):
+            (tmp_path / name).mkdir()
+            members = [("0.png", encode_picture()), ("0.txt", name)]
+            shards.append(write_tar(tmp_path / name / "00000.tar", members))
+        assert read_collection(shards[:1]).image_ids == ["0"]
+        both = read_collection(shards)
+        assert both.image_ids == ["cats/00000.tar/0", "dogs/00000.tar/0"]
+        assert both.caption_ids == ["cats/00000.tar/0#0", "dogs/00000.tar/0#0"]
+
     def test_names_as_webdataset_splits_them(self, tmp_path):
         members = [
             ("folder", None),

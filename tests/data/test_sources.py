@@ -160,10 +160,26 @@ def test_official_files_that_do_not_go_together(write):
     other = json.dumps(official(2)).replace('"2.jpg"', '"other.jpg"')
     files = [write(official()), write(other, "captions_a.json"), write(official(9), "captions_my.set.json")]
     *_, repeated, _, _, unnamed, _, _ = read_coco_captions(files)
-    assert repeated == RejectedImage(
-        f"{files[1]}: image 0 (other.jpg)", "a", "image id 102 occurs more than once; ids must be unique"
+    reason = (
+        f"image id 102 is in {files[0]}, too; ids must be unique in all files that are given: write each file by its "
+        "own command, with another --dataset-name"
     )
+    assert repeated == RejectedImage(f"{files[1]}: image 0 (other.jpg)", "a", reason)
     assert unnamed.reason.startswith("'my.set' cannot name a split")
+
+
+@pytest.mark.parametrize("name", ["3.jpg", "1.jpg"], ids=["two files", "one file"])
+def test_images_with_one_id_get_no_captions(write, name):
+    """Nobody knows whose captions these are; and an entry may be in the file twice."""
+    document = official()
+    document["images"].append({"id": 101, "file_name": name})
+    file = write(document)
+    images = list(read_coco_captions([file]))
+    assert [image.image_id for image in images if isinstance(image, CaptionedImage)] == [100, 102]
+    rejected = [image for image in images if isinstance(image, RejectedImage)]
+    assert len(rejected) == len({"1.jpg", name})
+    for image in rejected:
+        assert image.reason == "image id 101 occurs in the entries 1, 3 of 'images'; ids must be unique"
 
 
 def test_an_image_without_annotations(write):

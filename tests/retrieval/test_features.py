@@ -31,6 +31,8 @@ def with_rows(rows, value):
         ({"image_of_caption": torch.arange(8) % 3}, "a caption of every image"),
         ({"images": unit(0, 6), "captions": unit(0, 6), "image_of_caption": torch.arange(0)}, r"in \[0, 0\)"),
         ({"caption_ids": [1.0] * 8}, "caption ids that are integers or strings"),
+        ({"image_ids": [7, 8, 9, 8]}, "different image ids; rows 1 and 3 have the id 8: .* keep one row for each id"),
+        ({"caption_ids": [""] * 8}, "different caption ids; rows 0 and 1 have the id ''"),
         ({"description": ["vit"]}, "a description that is a dictionary"),
         ({"description": {"alpha": [torch.nan]}}, "without NaN and infinity"),
         ({"description": {"model": unit}}, "JSON values .* function"),

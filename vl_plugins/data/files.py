@@ -85,11 +85,18 @@ def write_complete(url: Url) -> Iterator[BinaryIO]:
     """Open a file for writing; its folder is made when missing.
 
     The file gets its name, perhaps in place of another file, when the block ends and the content is on the disk. When
-    the block raises, nothing is left behind. A killed process leaves ``.<name>.<eight digits>.partial``.
+    the block raises, nothing is left behind. A killed process leaves ``.<name>.<eight digits>.partial``. A link stays,
+    and the file that it names is replaced; a device or a pipe is written to, and never replaced.
     """
     with file_errors("write", url):
         files, path = locate(url)
         is_local = isinstance(files, LocalFileSystem)
+        if is_local and is_special(path):
+            with open(path, "wb") as stream:
+                yield stream
+            return
+        if is_local:
+            path = os.path.realpath(path)
         folder, name = posixpath.split(path)
         partial = posixpath.join(folder, f".{name}.{uuid.uuid4().hex[:8]}.partial")
         try:
@@ -105,6 +112,11 @@ def write_complete(url: Url) -> Iterator[BinaryIO]:
             with contextlib.suppress(Exception):
                 files.rm_file(partial)
             raise
+
+
+def is_special(path: str) -> bool:
+    """Return whether there is something else than a file, such as a device, a pipe or a folder."""
+    return os.path.exists(path) and not os.path.isfile(path)
 
 
 def write_file(url: Url, data: bytes | memoryview) -> None:

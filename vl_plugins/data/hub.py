@@ -1,5 +1,6 @@
 """Image-caption data sets of the Hugging Face hub, and local folders of Parquet files, images or WebDataset tars."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -55,8 +56,8 @@ def read_hugging_face(
 ) -> tuple[Images, HubFiles]:
     """Read an image-caption data set with the library ``datasets``, which downloads and caches it.
 
-    Rows of one split with the same id and an image of as many bytes are one image, where the first row is. Caption ids
-    are running numbers.
+    Rows of one split with the same id and the same picture are one image, where the first row is: with one path of a
+    file, or with equal bytes. Caption ids are running numbers.
 
     Args:
         name: name on the hub, such as ``"jxie/coco_captions"``, or a local folder of Parquet files, of images with
@@ -101,14 +102,32 @@ def _rows(splits: Mapping[str, Any], columns: Columns) -> KeyedRows:
         names = list(dict.fromkeys(column for column in wanted if column is not None))
         number = 0
         for batch in dataset.select_columns([columns.image, *names]).with_format("arrow").iter(ROWS_TOGETHER):
-            # Neither touches the bytes of the images, which stay on the disk.
             image = batch[columns.image]
             paths = compute.struct_field(image, "path").to_pylist()
-            sizes = compute.binary_length(compute.struct_field(image, "bytes")).to_pylist()
-            for values, path, size in zip(batch.select(names).to_pylist(), paths, sizes, strict=True):
+            contents = compute.struct_field(image, "bytes")
+            for values, path, content in zip(batch.select(names).to_pylist(), paths, contents, strict=True):
                 row = columns.row(f"{split} row {number}", values, split)
+                picture = _picture(path, content)
                 path = next(filter(None, (values[column] for column in file_names)), path)
                 row.filename = PurePosixPath(str(path or "")).name or str(number)
                 row.file = f"{split}/{number}/{row.filename}"
-                yield row.file if columns.id is None else f"{split}/{row.image_id}/{size}", row
+                if picture is None:
+                    yield row.file, row
+                elif columns.id is None:
+                    yield f"{split}/{picture}", row
+                else:
+                    yield f"{split}/{row.image_id}/{picture}", row
                 number += 1
+
+
+def _picture(path: str | None, content: Any) -> str | None:
+    """Return what is equal for rows of one picture, and for no others; None for a row without one.
+
+    Args:
+        path: of the file; of a picture in the table, any name.
+        content: bytes of a picture in the table, as an Arrow value.
+    """
+    data = content.as_buffer() if content.is_valid else b""
+    if len(data) > 0:
+        return hashlib.blake2b(data, digest_size=16).hexdigest()
+    return path or None

@@ -357,8 +357,8 @@ class Collection:
 
     @cached_property
     def image_ids(self) -> list[int | str]:
-        """The ids of the I images."""
-        return [record.image_id for record in self.records]
+        """The ids of the I images; with the name of the shard, if images of several shards have one id."""
+        return self._different([record.image_id for record in self.records], self.first_image)
 
     @cached_property
     def captions(self) -> list[str]:
@@ -367,8 +367,20 @@ class Collection:
 
     @cached_property
     def caption_ids(self) -> list[int | str]:
-        """The ids of the C captions."""
-        return [caption_id for record in self.records for caption_id in record.caption_ids]
+        """The ids of the C captions; with the name of the shard, if captions of several shards have one id."""
+        ids = [caption_id for record in self.records for caption_id in record.caption_ids]
+        return self._different(ids, self.first_caption[self.first_image])
+
+    def _different(self, ids: list[int | str], first_of_shards: np.ndarray) -> list[int | str]:
+        """Return ids that tell all items apart, also in shards of several data sets that count from 0 each."""
+        if len(set(ids)) == len(ids):
+            return ids
+        folder, _, _ = os.path.commonprefix(self.shards).rpartition("/")  # noqa: RUF071 (paths and URLs)
+        different: list[int | str] = []
+        for shard, start, end in zip(self.shards, first_of_shards[:-1], first_of_shards[1:], strict=True):
+            name = shard.removeprefix(f"{folder}/")
+            different += [f"{name}/{value}" for value in ids[start:end]]
+        return different
 
     @cached_property
     def image_of_caption(self) -> "Tensor":

@@ -161,18 +161,40 @@ def read_coco_captions(
     """
 
     def rows() -> KeyedRows:
+        file_of_id: dict[int, str | Path] = {}
         for file in annotation_files:
             split, document = Path(file).stem.removeprefix("captions_"), _read_json(file, _Coco)
             annotations = _by_image(document.annotations)
+            problems = _repeated_ids(document.images)
             folder = split if image_root is not None and Path(image_root, split).is_dir() else ""
             for position, item in enumerate(document.images):
                 place, file_name = f"{file}: image {position}", str(PurePosixPath(folder, item.file_name))
                 captions = [annotation.caption for annotation in annotations.get(item.id, ())]
                 ids = [annotation.id for annotation in annotations.get(item.id, ())]
-                row = Row(place, file_name, captions, split, item.id, item.group, item.file_name, ids)
+                problem = problems.get(item.id)
+                earlier = file_of_id.setdefault(item.id, file)
+                if earlier != file:
+                    problem = (
+                        f"image id {item.id} is in {earlier}, too; ids must be unique in all files that are given: "
+                        "write each file by its own command, with another --dataset-name"
+                    )
+                row = Row(place, file_name, captions, split, item.id, item.group, item.file_name, ids, problem)
                 yield file_name, row
 
     yield from join_rows(rows(), dataset_name or "coco", "")
+
+
+def _repeated_ids(images: Sequence[_CocoImage]) -> dict[int, str]:
+    """Return what is wrong with the images whose id occurs several times: their captions cannot be told apart."""
+    positions: dict[int, list[int]] = defaultdict(list)
+    for position, image in enumerate(images):
+        positions[image.id].append(position)
+    problems = {}
+    for image_id, entries in positions.items():
+        if len(entries) > 1:
+            listed = ", ".join(map(str, entries))
+            problems[image_id] = f"image id {image_id} occurs in the entries {listed} of 'images'; ids must be unique"
+    return problems
 
 
 def with_annotation_ids(images: Images, annotation_files: Sequence[str | Path]) -> Images:

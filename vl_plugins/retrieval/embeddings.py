@@ -25,7 +25,7 @@ class Features:
         images: (I, D) unit vectors, or sets (I, K, D), whose elements of zeros are padding.
         captions: (C, D) unit vectors, or sets (C, L, D).
         image_of_caption: (C,) int64, index of each caption's image; every image has a caption.
-        image_ids, caption_ids: integers or strings, or None.
+        image_ids, caption_ids: different integers or strings, or None.
         description: JSON values by name, such as ``model`` and ``checkpoint``, and for sets and order embeddings
             ``similarity`` and ``similarity_kwargs``.
 
@@ -122,6 +122,7 @@ def _check_embeddings(kind: str, embeddings: Tensor, ids: Sequence[int | str] | 
         types = {type(value) for value in ids}
         _expect(types <= {int, str}, f"{kind} ids that are integers or strings, got {types}")
         _expect(len(ids) == len(embeddings), f"an id of each of the {len(embeddings)} {kind}s")
+        _check_different(kind, ids)
     lengths = norms(embeddings)
     wrong = ~has_unit_norm(lengths)
     if embeddings.ndim == 3:
@@ -135,6 +136,16 @@ def _check_embeddings(kind: str, embeddings: Tensor, ids: Sequence[int | str] | 
     if (lengths[rows].isfinite() & (lengths[rows] > 0)).any():
         cure = "; `normalize` (--normalize) divides by the norms"
     _expect(False, f"finite unit vectors; {problem} of norm {lengths[rows[0]].flatten()[0]:.4g}{cure}")
+
+
+def _check_different(kind: str, ids: Sequence[int | str]) -> None:
+    """Raise ``UserError`` if two rows have one id, as samples that two processes have encoded."""
+    rows: dict[int | str, int] = {}
+    for row, value in enumerate(ids):
+        first = rows.setdefault(value, row)
+        if first != row:
+            problem = f"different {kind} ids; rows {first} and {row} have the id {value!r}"
+            _expect(False, f"{problem}: if processes encoded it twice, keep one row for each id")
 
 
 def first_difference(items: Sequence[int | str] | Tensor, expected: Sequence[int | str] | Tensor) -> str | None:
