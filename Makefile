@@ -34,7 +34,7 @@ gpu:
 
 # Version 0.3 with this checkout: values, gradients, shards and trainings.
 compare: $(INSTALLED) .v0_3
-	$(BIN)/python -m benchmarks.compare .v0_3 $(COMPARE_FLAGS)
+	$(BIN)/python -m benchmarks.compare .v0_3 --same-batches $(COMPARE_FLAGS)
 
 .v0_3:
 	mkdir -p build

@@ -161,7 +161,7 @@ def measure_growth(folder: Path, sizes: Sequence[int]) -> None:
         named = time.process_time()
         loader = our_loader(sorted(shards.glob("*.tar")), open_clip.image_transform(224, is_train=True))
         next(iter(loader))
-        first, held = time.process_time(), len(pickle.dumps((loader.dataset, loader.sampler)))
+        first, held = time.process_time(), len(pickle.dumps((loader.dataset, loader.batch_sampler)))
         epoch = [f"{named - started:.2f}", f"{first - named:.2f}", f"{held / number:.1f}"]
         rows.append([f"{number:,}", *commands[0], *commands[1], *epoch])
         shutil.rmtree(root)

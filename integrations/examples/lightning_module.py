@@ -21,9 +21,10 @@ class RetrievalModule(lightning.LightningModule):
         return training_loader(self.dataset, sampler, workers=2)
 
     def training_step(self, batch, _):
-        images, texts, labels = batch
+        images, texts, labels, ref_ids, matching_ids = batch
         image_features, text_features, scale = self.model(images, texts)
-        return self.loss(image_features, labels, ref_emb=text_features, scale=scale)
+        ids = {"ref_ids": ref_ids, "matching_ids": matching_ids}  # of captions: equal ones are no negatives
+        return self.loss(image_features, labels, ref_emb=text_features, scale=scale, **ids)
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)

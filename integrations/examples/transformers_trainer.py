@@ -21,10 +21,11 @@ class RetrievalTrainer(Trainer):
         return self.accelerator.prepare(training_loader(self.train_dataset, sampler, workers=2))
 
     def compute_loss(self, model, inputs, **kwargs):
-        images, texts, labels = inputs
+        images, texts, labels, ref_ids, matching_ids = inputs
         outputs = model(pixel_values=images, input_ids=texts)
         scale = self.model.logit_scale.exp()
-        return self.pair_loss(outputs.image_embeds, labels, ref_emb=outputs.text_embeds, scale=scale)
+        ids = {"ref_ids": ref_ids, "matching_ids": matching_ids}  # of captions: equal ones are no negatives
+        return self.pair_loss(outputs.image_embeds, labels, ref_emb=outputs.text_embeds, scale=scale, **ids)
 
 
 def make_model_and_dataset(shards):

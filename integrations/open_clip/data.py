@@ -15,6 +15,7 @@ from open_clip_train import main as trainer
 from open_clip_train.data import DataInfo
 from open_clip_train.distributed import is_master
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vl_plugins.data import (
     CaptionSampler,
@@ -28,8 +29,9 @@ from vl_plugins.data.files import read_bytes
 from vl_plugins.data.index import Collection, expand_braces, make_head
 from vl_plugins.data.randomness import derived_seed, seed_everything
 from vl_plugins.data.samples import Record
-from vl_plugins.errors import UserError, user_errors
+from vl_plugins.errors import UserError, number, user_errors
 from vl_plugins.integrations.open_clip.flags import NOT_OURS, flag, parse_args
+from vl_plugins.numerics import NO_ID
 
 __all__ = ["Steps", "get_data", "read_splits"]
 
@@ -42,20 +44,26 @@ class Steps:
 
     Attributes:
         number: of the step, from 0, over all epochs.
-        batches: image ids of each batch of the step; none if open_clip's reader made them.
+        batches: labels and ids of each batch of the step, as :class:`~vl_plugins.data.ShardDataset` makes them; none if
+            open_clip's reader made the batches.
     """
 
     def __init__(self, batches_per_step: int = 1):
         self.number = 0
-        self.batches: deque[Tensor] = deque(maxlen=batches_per_step)
+        self.batches: deque[Sequence[Tensor]] = deque(maxlen=batches_per_step)
         self.batches_per_step = batches_per_step
         self._step_of_passes = -1
         self._passes = 0
 
     @property
-    def image_ids(self) -> Tensor | None:
-        """Ids that are equal for the same image in any process, (B,), in the order of the batches, or None."""
-        return torch.cat([*self.batches]) if self.batches else None
+    def labels(self) -> dict[str, Tensor]:
+        """The ``labels`` (B,), ``ref_ids`` and ``matching_ids`` of the step's images, as losses take them; or none."""
+        if not self.batches:
+            return {}
+        labels, ref_ids, matching_ids = zip(*self.batches, strict=True)
+        longest = max(ids.shape[1] for ids in matching_ids)
+        padded = [pad(ids, (0, longest - ids.shape[1]), value=NO_ID) for ids in matching_ids]
+        return {"labels": torch.cat(labels), "ref_ids": torch.cat(ref_ids), "matching_ids": torch.cat(padded)}
 
     def count_pass(self) -> bool:
         """Count a call of the loss; return whether it is the last one of the step.
@@ -76,7 +84,7 @@ class TrainingData:
     They seed all random numbers at the start of each epoch, so that a resumed run repeats them.
 
     Args:
-        data: of either reader; batches of ours are images, texts and image ids.
+        data: of either reader; batches of ours are images, texts, labels and ids.
         steps: where to note them.
         seed: of the process.
     """
@@ -99,8 +107,8 @@ class TrainingData:
         for index, batch in enumerate(read_batches("--train-data", self.data.dataloader)):
             self.steps.number = self.epoch * (self.num_batches // per_step) + index // per_step
             if self.is_ours:
-                images, texts, ids = batch
-                self.steps.batches.append(ids)
+                images, texts, *labels = batch
+                self.steps.batches.append(labels)
                 # A task of open_clip 4.x takes a mapping.
                 batch = {"image": images, "text": texts} if hasattr(trainer, "create_task") else (images, texts)
             yield batch
@@ -186,9 +194,14 @@ def read_splits(args: Namespace) -> dict[str, Collection]:
         for name in NOT_OURS:
             if getattr(args, name, None) != defaults.get(name):
                 raise UserError(f"{flag(name)} is for open_clip's reader, but vl_plugins reads here; remove it")
+        for name in ("shuffle_window", "train_num_samples"):
+            value = getattr(args, name)
+            if value is not None:
+                with user_errors(flag(name)):
+                    number(name, value, least=1, kind=int)
         args.captions_per_image = args.captions_per_image or "random"  # for params.txt, too
-    elif args.allow_duplicate_captions:
-        raise UserError("--allow-duplicate-captions needs training data, and --loss or --captions-per-image")
+    elif args.shuffle_window is not None:
+        raise UserError("--shuffle-window needs training data, and --loss or --captions-per-image")
     return found
 
 
@@ -238,7 +251,8 @@ def _training_data(args: Namespace, collection: Collection, transform: Callable,
         args.batch_size,
         captions_per_image=args.captions_per_image,
         seed=args.seed,
-        distinct_captions=not args.allow_duplicate_captions,
+        samples_per_epoch=args.train_num_samples,
+        shuffle_window=args.shuffle_window,
         rank=args.rank,
         world_size=args.world_size,
     )

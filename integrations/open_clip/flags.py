@@ -56,7 +56,7 @@ EXCLUDED = {
 }
 # Options of open_clip's readers that ours does not have.
 NOT_OURS = ("dataset_resampled", "length_bucketing", "bucket_chunk", "bucket_pool", "bucket_prefetch_pools")
-NOT_OURS += ("train_data_upsampling_factors", "train_num_samples", "text_key", "json_text_key")
+NOT_OURS += ("train_data_upsampling_factors", "text_key", "json_text_key")
 NOT_OURS += ("json_text_key_probs", "image_key", "text_pad_multiple")
 
 
@@ -168,7 +168,14 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--allow-duplicate-captions",
         action="store_true",
-        help="allow images with equal captions (false negatives) in one batch",
+        help="without effect: losses take equal captions of several images for no negatives",
+    )
+    group.add_argument(
+        "--shuffle-window",
+        type=int,
+        metavar="N",
+        help="shuffle shards, and images within windows of N, so that reads are close to each other (default: all "
+        "images together)",
     )
     names = [name for action in parser._actions for name in action.option_strings]
     if "--max-image-pixels" not in names:  # which open_clip 4.x has

@@ -40,7 +40,7 @@ class TwoTowerLoss(nn.Module):
             The scale and a learned similarity are in every one of the N graphs, so their gradient would be N times too
             large. They are constants in all passes but the last.
         local_loss: compare only this process's images and texts with those of all processes, if the loss allows it.
-        steps: the step, by which ``warmup_steps`` count, and the image ids; without ids all images are different.
+        steps: the step, by which ``warmup_steps`` count, and its labels; without them all images are different.
 
     Attributes:
         compares_own_rows: True if ``local_loss`` is set and the loss allows it.
@@ -86,7 +86,7 @@ class TwoTowerLoss(nn.Module):
             text_slots: (k * B, K, D).
 
         Raises:
-            ValueError: texts or image ids that do not fit the images.
+            ValueError: texts or labels that do not fit the images.
             UserError: the loss is NaN or infinite.
         """
         is_last_pass = self.steps.count_pass()
@@ -109,9 +109,9 @@ class TwoTowerLoss(nn.Module):
         for module in self.loss.modules():
             if isinstance(module, Warmup):
                 module.step = self.steps.number
-        ids = self.steps.image_ids
-        labels = None if ids is None else ids.to(images.device)
-        loss = self.compare(images, labels, None, texts, **options)
+        for name, values in self.steps.labels.items():
+            options[name] = values.to(images.device)
+        loss = self.compare(images, ref_emb=texts, **options)
         if not loss.isfinite():  # waits for the GPU
             raise UserError(f"step {self.steps.number}: the loss is {loss.item():g}")
         return loss

@@ -24,7 +24,7 @@ __all__ = ["ResumedRun", "check_fits", "describe_settings", "load_optimizer", "r
 
 # What is compared, and how. A run that changes one of these is another experiment.
 COMPONENTS = ("loss", "miner", "reducer", "distance", "head")
-READER = ("captions_per_image", "allow_duplicate_captions")
+READER = ("captions_per_image", "shuffle_window")
 
 load_state_dict = Optimizer.load_state_dict
 

@@ -72,6 +72,10 @@ def train(args: Namespace) -> int:
     """
     resumed = read_resumed_run(args) if args.resume else None
     notes = [] if resumed is None else resumed.settle(args)
+    if args.allow_duplicate_captions:
+        notes.append(
+            "--allow-duplicate-captions has no effect: a caption of several images of a batch is a negative of none"
+        )
     _check(args)
     launch = _Launch(args, resumed, notes)
     with ExitStack() as patches:

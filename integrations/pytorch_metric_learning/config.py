@@ -43,8 +43,10 @@ class DataConfig:
         chunk_size: images that are encoded at a time, to save memory; see
             :func:`vl_plugins.encoders.encode_in_chunks`. None encodes the whole batch.
         workers: loader processes of each process.
-        allow_duplicate_captions: whether a batch may have equal captions of different images.
-        on_read_error: ``"skip"`` repeats another image of the batch in place of an unreadable one, ``"raise"`` stops.
+        samples_per_epoch: images in an epoch of all processes; by default those of ``train``.
+        shuffle_window: shuffle shards, and images within windows of so many; by default all images together.
+        prefetch_factor: batches that each loader process reads ahead; by default torch's.
+        on_error: ``"skip"`` repeats another image of the batch in place of an unreadable one, ``"raise"`` stops.
         max_image_pixels: pictures of more pixels count as unreadable, and are not decoded; 0 for no limit.
     """
 
@@ -55,9 +57,13 @@ class DataConfig:
     batch_size: int = 128
     chunk_size: int | None = None
     workers: int = 4
-    allow_duplicate_captions: bool = False
-    on_read_error: str = "skip"
+    samples_per_epoch: int | None = None
+    shuffle_window: int | None = None
+    prefetch_factor: int | None = None
+    on_error: str = "skip"
     max_image_pixels: int = MAX_IMAGE_PIXELS
+    on_read_error: str | None = None  # the name of on_error until version 0.3
+    allow_duplicate_captions: bool | None = None  # without effect since version 0.4
 
 
 @dataclass
@@ -193,6 +199,9 @@ def _check_ranges(config: Config) -> None:
         ("data.batch_size", config.data.batch_size, 1),
         ("data.chunk_size", config.data.chunk_size, 1),
         ("data.workers", config.data.workers, 0),
+        ("data.samples_per_epoch", config.data.samples_per_epoch, 1),
+        ("data.shuffle_window", config.data.shuffle_window, 1),
+        ("data.prefetch_factor", config.data.prefetch_factor, 1),
         ("dim", config.dim, 1),
         ("seed", config.seed, 0),
         ("log_every", config.log_every, 1),

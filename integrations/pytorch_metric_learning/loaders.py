@@ -1,11 +1,15 @@
 """Loaders of a training: batches for training and evaluation, and a few images for trial calls."""
 
+import logging
+
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from vl_plugins.data import CaptionSampler, Draw, ShardDataset, evaluation_loader, training_loader
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, config_errors
 from vl_plugins.integrations.pytorch_metric_learning.two_towers import TwoTowers
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["make_training_loader", "make_validation_loader", "trial_batch"]
 
@@ -19,6 +23,10 @@ def make_training_loader(config: Config, towers: TwoTowers) -> DataLoader:
         UserError: the shards cannot be read, or an option of ``data`` is wrong.
     """
     data = config.data
+    if data.on_read_error is not None:
+        logger.warning("data.on_read_error is called data.on_error now")
+    if data.allow_duplicate_captions is not None:
+        logger.warning("data.allow_duplicate_captions has no effect: equal captions of several images are no negatives")
     dataset = _dataset(config, data.train, towers, is_train=True)
     with config_errors("data"):
         sampler = CaptionSampler(
@@ -26,9 +34,10 @@ def make_training_loader(config: Config, towers: TwoTowers) -> DataLoader:
             data.batch_size,
             captions_per_image=data.captions_per_image,
             seed=config.seed,
-            distinct_captions=not data.allow_duplicate_captions,
+            samples_per_epoch=data.samples_per_epoch,
+            shuffle_window=data.shuffle_window,
         )
-        return training_loader(dataset, sampler, workers=data.workers)
+        return training_loader(dataset, sampler, workers=data.workers, prefetch_factor=data.prefetch_factor)
 
 
 def make_validation_loader(config: Config, towers: TwoTowers, rank: int, world_size: int) -> DataLoader | None:
@@ -45,8 +54,8 @@ def make_validation_loader(config: Config, towers: TwoTowers, rank: int, world_s
     return evaluation_loader(dataset, data.batch_size, workers=data.workers, rank=rank, world_size=world_size)
 
 
-def trial_batch(dataset: ShardDataset) -> tuple[Tensor, Tensor, Tensor]:
-    """Return images, texts and labels of the first few images, each with its first caption.
+def trial_batch(dataset: ShardDataset) -> tuple[Tensor, ...]:
+    """Return a batch of the first few images, each with its first caption.
 
     Raises:
         UserError: they cannot be read.
@@ -65,6 +74,6 @@ def _dataset(config: Config, shards: str, towers: TwoTowers, *, is_train: bool) 
             transform,
             towers.tokenizer,
             inputs=data.inputs,
-            on_error=data.on_read_error,
+            on_error=data.on_read_error or data.on_error,
             max_image_pixels=data.max_image_pixels,
         )

@@ -1,6 +1,7 @@
 """Towers, loss and miner as one module."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,13 +45,23 @@ class Objective(nn.Module):
         self.compare = DistributedLoss(CrossModalLoss(loss, miner, one_set))
         self._trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
 
-    def forward(self, images: Tensor, texts: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of this process's images (B, ...), their k * B texts side by side, and labels (B,)."""
+    def forward(self, images: Tensor, texts: Tensor, labels: Tensor, *ids: Tensor) -> Tensor:
+        """Return the loss of this process's images (B, ...), their k * B texts side by side, and labels (B,).
+
+        Args:
+            images, texts, labels, ids: of a batch of :class:`~vl_plugins.data.ShardDataset`.
+        """
         chunk_size, captions = self.chunk_size, len(texts) // len(images)
         images, image_slots = encode_in_chunks(self.towers.image, images, chunk_size)
         texts, text_slots = encode_in_chunks(self.towers.text, texts, chunk_size and chunk_size * captions)
         slots = {} if image_slots is None else {"slots": image_slots, "ref_slots": text_slots}
-        return self.compare(images, labels, texts, **slots)
+        return self.compare(images, labels, texts, **slots, **self._known_positives(ids))
+
+    def _known_positives(self, ids: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return the ids of texts as a loss takes them; none for a loss of one set, whose classes are the labels."""
+        if self.compare.loss.one_set:
+            return {}
+        return dict(zip(("ref_ids", "matching_ids"), ids, strict=False))
 
     @property
     def loss(self) -> Any:
@@ -62,7 +73,7 @@ class Objective(nn.Module):
         return {**self.towers.parts(), "loss": self.loss}
 
     @torch.no_grad()
-    def try_batch(self, images: Tensor, texts: Tensor, labels: Tensor) -> None:
+    def try_batch(self, images: Tensor, texts: Tensor, labels: Tensor, *ids: Tensor) -> None:
         """Encode and compare a few images, each with one text, for what is wrong only when it is called.
 
         Nothing is changed: the towers are in evaluation mode, and the loss, which may have a queue, is a copy.
@@ -81,7 +92,7 @@ class Objective(nn.Module):
         is_users_own = not type(self.loss).__module__.startswith(("vl_plugins.", "pytorch_metric_learning."))
         expected = () if is_users_own else MALFORMED_CONTENT
         with config_errors("loss" if compare.miner is None else "loss and miner", expected):
-            loss = compare(images, labels, None, texts, labels.clone(), **slots)
+            loss = compare(images, labels, None, texts, labels.clone(), **slots, **self._known_positives(ids))
             if not isinstance(loss, Tensor) or loss.ndim > 0:
                 raise UserError("loss: its reducer returns no single number")
 

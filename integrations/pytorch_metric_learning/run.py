@@ -168,7 +168,7 @@ class Run:
     def _train_epoch(self, stage: Stage, model: Any, optimizer: Any) -> None:
         accelerator, epoch = self.accelerator, len(self.history) + 1
         self.objective.set_mode(stage.config)
-        self.loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        self.loader.batch_sampler.sampler.set_epoch(epoch)  # type: ignore[union-attr]
         seed_everything(derived_seed(self.config.seed, epoch, accelerator.process_index))
         batches = read_batches("data.train", self.loader)
         bar = tqdm(batches, desc=f"epoch {epoch}", total=len(self.loader), disable=not accelerator.is_main_process)

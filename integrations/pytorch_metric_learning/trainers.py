@@ -1,5 +1,6 @@
 """A trainer of pytorch-metric-learning for images and texts."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ class CrossModalTrainer(BaseTrainer):
     - ``loss_funcs``: any names; ``loss_weights`` are their factors.
     - ``mining_funcs``: ``tuple_miner``, which mines texts for images and images for texts.
     - ``dataset``: batches are ``images, texts, labels``, with k texts of each image side by side, (k * B, ...), or as
-      token ids (B, k, L). For shards, ``dataset`` is a :class:`vl_plugins.data.ShardDataset`, ``collate_fn`` its
-      ``collate``, and ``sampler`` a :class:`vl_plugins.data.CaptionSampler`, which is told the epoch.
+      token ids (B, k, L); perhaps with ``ref_ids, matching_ids``, by which losses know more positives. For shards,
+      ``dataset`` is a :class:`vl_plugins.data.ShardDataset`, ``collate_fn`` its ``collate``, and ``sampler`` a
+      :class:`vl_plugins.data.CaptionSampler`, which is told the epoch.
 
     ``dtype`` is for images; texts are token ids. ``freeze_trunk_batchnorm`` is for both trunks.
 
@@ -40,7 +42,7 @@ class CrossModalTrainer(BaseTrainer):
     def custom_setup(self) -> None:
         miner = self.mining_funcs.get("tuple_miner")
         self.compare = {name: DistributedLoss(CrossModalLoss(loss, miner)) for name, loss in self.loss_funcs.items()}
-        self.data_and_label_getter = self.data_and_label_getter or (lambda batch: (batch[:2], batch[2]))
+        self.data_and_label_getter = self.data_and_label_getter or (lambda batch: ([*batch[:2], *batch[3:]], batch[2]))
 
     def modify_schema(self) -> None:
         models, optimizers = self.schema["models"], self.schema["optimizers"]
@@ -58,14 +60,17 @@ class CrossModalTrainer(BaseTrainer):
             self.sampler.set_epoch(self.epoch)
             self.dataloader_iter = iter(self.dataloader)
 
-    def calculate_loss(self, curr_batch: tuple[tuple[Any, Any], Tensor]) -> None:
-        (images, texts), labels = curr_batch
+    def calculate_loss(self, curr_batch: tuple[Sequence[Any], Tensor]) -> None:
+        (images, texts, *ids), labels = curr_batch
         if texts.ndim == 3 and not texts.is_floating_point():
             texts = texts.flatten(0, 1)  # torch's default collate stacks the k texts of each image
         images, texts = self._encode("image", images, self.dtype), self._encode("text", texts, None)
+        known_positives = {}
+        for name, values in zip(("ref_ids", "matching_ids"), ids, strict=False):
+            known_positives[name] = values.to(images.device)
         for name, compare in self.compare.items():
             if self.loss_weights.get(name, 0) > 0:
-                self.losses[name] = compare(images, labels.to(images.device), texts)
+                self.losses[name] = compare(images, labels.to(images.device), texts, **known_positives)
 
     def _encode(self, side: str, inputs: Any, dtype: torch.dtype | None) -> Tensor:
         inputs = common_functions.to_device(inputs, device=self.data_device, dtype=dtype)

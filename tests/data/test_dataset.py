@@ -17,7 +17,7 @@ from tests.helpers.archives import encode_archive, encode_picture
 from tests.helpers.numbered_shards import numbers_of, png_of_noise, replace_member, tokenizer, transform, write_numbered
 from tests.helpers.pictures import EPS, VAST, fail_to_decode, replace_ghostscript, vast_png
 from tests.helpers.processes import in_processes
-from vl_plugins.data import CaptionSampler, Draw, ShardDataset, evaluation_loader, training_loader
+from vl_plugins.data import CaptionSampler, Draw, ShardDataset, content_ids, evaluation_loader, training_loader
 from vl_plugins.data.randomness import seed_everything
 from vl_plugins.data.samples import decode_features
 from vl_plugins.errors import UserError
@@ -62,12 +62,15 @@ class TestItems:
         for index, item in enumerate(items):
             assert torch.equal(item.image, transform(Image.new("RGB", (4, 4), (index, 0, 0))))
             assert item.captions == [f"{index}/{number}" for number in range(counts[index])]
-            assert item[2:] == (index, index)
+            assert (item.label, item.index) == (index, index)
+            assert (item.ids, item.other_ids) == (content_ids(item.captions), [])
 
     def test_a_draw_is_what_it_asks_for(self, shards):
         dataset = ShardDataset(shards, transform, tokenizer)
         item = dataset[Draw(9, [4, 0, 4])]
         assert (numbers_of(item.image[None]), item.captions) == ([9], ["9/4", "9/0", "9/4"])
+        assert item.ids == content_ids(item.captions)
+        assert item.other_ids == content_ids(["9/1", "9/2", "9/3"])
         assert [item.label for item in (dataset[5], dataset[4], dataset[6])] == [1, 0, 6]
 
     def test_pictures_become_rgb(self, tmp_path):
@@ -84,13 +87,29 @@ class TestBatches:
     @pytest.mark.parametrize(("captions", "shape"), [("flat", (12, 2)), ("nested", (6, 2, 2))])
     def test_images_texts_and_labels_belong_together(self, shards, captions, shape):
         dataset = ShardDataset(shards, transform, tokenizer, captions=captions)
-        for images, texts, labels in batches_of(dataset, 6, captions_per_image=2):
+        for images, texts, labels, *_ in batches_of(dataset, 6, captions_per_image=2):
             numbers = numbers_of(images)
             assert images.shape == (6, 3, 4, 4)
             assert texts.shape == shape
             assert texts.view(6, 2, 2)[:, :, 0].tolist() == [[number, number] for number in numbers]
             assert labels.tolist() == [number % 2 if number < 6 else number for number in numbers]
             assert labels.dtype == torch.int64
+
+    @pytest.mark.parametrize(("captions", "shape"), [("flat", (8,)), ("nested", (4, 2))])
+    def test_ids_of_captions_that_are_shown_and_of_others(self, tmp_path, captions, shape):
+        counts = [1, 2, 3, 5]
+        dataset = ShardDataset(write_numbered(tmp_path, counts), transform, tokenizer, captions=captions)
+        ((_, texts, labels, ref_ids, matching_ids),) = batches_of(dataset, 4, captions_per_image=2)
+        assert ref_ids.shape == shape
+        assert matching_ids.shape == (4, 3)
+        shown = [f"{image}/{number}" for image, number in texts.view(8, 2).tolist()]
+        assert ref_ids.flatten().tolist() == content_ids(shown)
+        for row, image in enumerate(labels.tolist()):
+            captions_of_image = {f"{image}/{number}" for number in range(counts[image])}
+            others = captions_of_image - set(shown[2 * row : 2 * row + 2])
+            ids = matching_ids[row].tolist()
+            assert set(ids[: len(others)]) == set(content_ids(sorted(others)))
+            assert ids[len(others) :] == [-1] * (3 - len(others))
 
     def test_different_numbers_of_captions(self, tmp_path):
         dataset = ShardDataset(write_numbered(tmp_path, [2, 3]), transform, tokenizer)
@@ -126,7 +145,7 @@ def test_augmentation_depends_on_seed_epoch_and_image_alone(shards):
     found = {}
     for seed, epoch, workers, batch_size in ((0, 0, 0, 4), (0, 0, 2, 8), (0, 1, 0, 4), (1, 0, 0, 4)):
         drawn = {}
-        for numbers, texts, _ in batches_of(dataset, batch_size, epoch, workers, seed=seed):
+        for numbers, texts, *_ in batches_of(dataset, batch_size, epoch, workers, seed=seed):
             drawn |= zip(texts[:, 0].tolist(), map(tuple, numbers.flatten(1).tolist()), strict=True)
         assert len(drawn) == 64
         assert found.setdefault((seed, epoch), drawn) == drawn
@@ -160,7 +179,7 @@ class TestDamage:
                 batches = batches_of(dataset, batch_size, epoch, captions_per_image=2)
                 assert len(batches) == 12 // batch_size
                 assert {number for images, *_ in batches for number in numbers_of(images)} == set(range(12)) - {5}
-                for images, texts, labels in batches:
+                for images, texts, labels, *_ in batches:
                     numbers = numbers_of(images)
                     assert labels.tolist() == numbers
                     assert texts[:, 0].tolist() == [number for number in numbers for _ in range(2)]
@@ -232,7 +251,7 @@ class TestFeatures:
 
     def test_batches_are_padded_with_zeros(self, shard):
         dataset = ShardDataset(shard, torch.from_numpy, tokenizer, inputs="features")
-        ((features, texts, _),) = batches_of(dataset, 3)
+        ((features, texts, *_),) = batches_of(dataset, 3)
         assert features.dtype == torch.float32
         for rows, (index, _) in zip(features, texts.tolist(), strict=True):
             assert rows.tolist() == [[index + 1] * 2] * (index + 1) + [[0, 0]] * (2 - index)

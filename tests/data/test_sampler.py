@@ -1,21 +1,19 @@
-"""Batches of a training epoch, against their definition."""
+"""Batches of training, against their definition: a stream of passes, each of them a permutation of the images."""
 
-import contextlib
-import logging
 import tracemalloc
 from collections import Counter
 from itertools import chain
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.numbered_shards import make_collection, numbered
-from vl_plugins.data import CaptionSampler, Collection, ShardDataset, normalize_caption
+from tests.helpers.numbered_shards import make_collection, numbered, tokenizer, transform, write_numbered
+from vl_plugins.data import CaptionSampler, Collection, ShardDataset, training_loader
 from vl_plugins.data.index import HASHES, IndexHead
 from vl_plugins.data.sampler import parse_captions_per_image
-from vl_plugins.errors import UserError
+from vl_plugins.errors import InputWarning, UserError
 
 FEW_OR_MANY = [5, 6, 7, 5, 5, 6, 5, 7, 5, 5, 5] * 2
 
@@ -36,14 +34,75 @@ def images_of(batches):
     return [draw.image for batch in batches for draw in batch]
 
 
+@given(
+    counts=st.lists(st.integers(1, 1000), min_size=1, max_size=60),
+    batch_size=st.integers(1, 9),
+    processes=st.integers(1, 4),
+    mode=st.sampled_from(["random", "first", "all", 1, 3]),
+    samples=st.none() | st.integers(1, 150),
+    window=st.none() | st.integers(1, 70),
+    seed=st.integers(0, 2**32),
+    first_epoch=st.sampled_from([0, 0, 1, 7]),
+)
+def test_every_image_once_a_pass_and_none_twice_in_a_batch(
+    counts, batch_size, processes, mode, samples, window, seed, first_epoch
+):
+    collection, size = make_collection([["a"] * count for count in counts]), batch_size * processes
+    options = {"captions_per_image": mode, "samples_per_epoch": samples, "shuffle_window": window, "seed": seed}
+    if len(counts) < size:
+        with pytest.raises(UserError, match="make no full batch"):
+            CaptionSampler(collection, batch_size, rank=0, world_size=processes, **options)
+        return
+    steps = len(counts) // size if samples is None else -(-samples // size)
+    batches = []
+    for number in range(first_epoch, first_epoch + 3):
+        batches += epoch(collection, batch_size, number, processes=processes, **options)
+    assert len(batches) == 3 * steps
+    width = max(counts) if mode == "all" else mode if isinstance(mode, int) else 1
+    for batch in batches:
+        assert len({draw.image for draw in batch}) == size
+        for draw in batch:
+            assert len(draw.captions) == width
+            assert len(set(draw.captions)) == min(width, counts[draw.image])
+            assert min(draw.captions) >= 0
+            assert max(draw.captions) < counts[draw.image]
+    images, place = images_of(batches), first_epoch * steps * size
+    missing = -place % len(counts)  # places until the next pass begins
+    for start in range(missing, len(images) - len(counts) + 1, len(counts)):
+        assert sorted(images[start : start + len(counts)]) == list(range(len(counts)))
+    assert len(set(images[:missing])) == len(images[:missing])
+
+
 class TestEpochs:
-    @pytest.mark.parametrize(("batch_size", "processes"), [(6, 1), (3, 2), (5, 1), (2, 3), (1, 4)])
-    def test_an_image_at_most_once_over_all_processes(self, batch_size, processes):
-        collection = make_collection(numbered([5] * 24))
-        batches = epoch(collection, batch_size, processes=processes)
-        images = images_of(batches)
-        assert len(batches) == 24 // (batch_size * processes)
-        assert len(images) == len(set(images)) == len(batches) * batch_size * processes
+    def test_the_next_epoch_goes_on(self):
+        """Without set_epoch, too: five epochs of 10 images are two passes over 25."""
+        collection = make_collection(numbered([1] * 25))
+        sampler = CaptionSampler(collection, 5, samples_per_epoch=10)
+        images = [draw.image for _ in range(5) for draw in sampler]
+        assert sorted(images[:25]) == sorted(images[25:]) == list(range(25))
+
+    def test_samples_are_rounded_up_to_batches(self):
+        collection = make_collection(numbered([1] * 25))
+        sizes = []
+        for samples in (None, 1, 10, 11, 60):
+            sizes.append(len(CaptionSampler(collection, 5, samples_per_epoch=samples, rank=1, world_size=2)))
+        assert sizes == [10, 5, 5, 10, 30]
+        for wrong in (0, 2.5, True):
+            with pytest.raises(ValueError, match="samples_per_epoch must be an integer >= 1"):
+                CaptionSampler(collection, 5, samples_per_epoch=wrong)
+
+    def test_equal_captions_are_the_losses_business(self):
+        with pytest.warns(InputWarning, match="distinct_captions has no effect"):
+            CaptionSampler(make_collection([["a"]] * 4), 2, distinct_captions=True)
+
+    def test_a_later_pass_of_few_images(self):
+        """What is moved back in one pass may be among the last of it, which the next pass has to know."""
+        collection = make_collection(numbered([1] * 7))
+        whole = [epoch(collection, 5, number) for number in range(40)]
+        sampler = CaptionSampler(collection, 5)
+        for number in (39, 3, 17):
+            sampler.set_epoch(number)
+            assert [list(sampler)] == whole[number]
 
     @pytest.mark.parametrize("captions", ["random", "all"])
     def test_processes_have_the_parts_of_one_batch(self, captions):
@@ -112,6 +171,21 @@ class TestCaptionsPerImage:
             assert FEW_OR_MANY[image] > 5 or captions[5] == captions[0], "one with fewer repeats them in turn"
         assert any(captions != sorted(captions) for _, captions, _ in batch)
 
+    @pytest.mark.parametrize("number", [2, 3])
+    def test_all_choices_are_as_likely(self, number):
+        """Ordered pairs and triples of four captions, in 24,000 draws."""
+        collection = make_collection(numbered([4] * 100))
+        counts = Counter()
+        for index in range(240):
+            for draw in chain(*epoch(collection, 100, index, captions_per_image=number)):
+                counts[tuple(draw.captions)] += 1
+        choices = {2: 12, 3: 24}[number]
+        assert len(counts) == choices
+        expected = 24_000 / choices
+        # Of a chi-squared variable with n degrees of freedom, n + 6 * sqrt(2 n) is exceeded once in a million.
+        statistic = sum((count - expected) ** 2 / expected for count in counts.values())
+        assert statistic < choices + 6 * (2 * choices) ** 0.5
+
     def test_all_in_source_order(self):
         (batch,) = epoch(make_collection(numbered(FEW_OR_MANY)), 22, captions_per_image="all")
         assert {draw.image: draw.captions for draw in batch} == {
@@ -119,8 +193,7 @@ class TestCaptionsPerImage:
         }
 
     def test_first(self):
-        """Others are no reason for an image to wait."""
-        collection = make_collection([[str(image), str((image + 1) % 24)] for image in range(24)])
+        collection = make_collection(numbered([2] * 24))
         (batch,) = epoch(collection, 24, captions_per_image="first")
         assert sorted((draw.image, *draw.captions) for draw in batch) == [(image, 0) for image in range(24)]
 
@@ -132,100 +205,59 @@ class TestCaptionsPerImage:
                 parse_captions_per_image(value)
 
 
-class TestDistinctCaptions:
-    @pytest.mark.parametrize(("captions", "expected"), [("first", [[0], [1]]), (2, [[0, 0], [1, 1]])])
-    def test_another_caption_takes_the_place_of_a_shared_one(self, captions, expected):
-        collection = make_collection([["a dog."], [" A  dog.\n", "b"]], images_per_shard=100)
-        (batch,) = epoch(collection, 2, captions_per_image=captions, shuffle_window=1)
-        assert [draw.captions for draw in batch] == expected
+class TestState:
+    @pytest.mark.parametrize("steps", [None, 0, 3])
+    @pytest.mark.parametrize("processes", [1, 2])
+    def test_the_rest_of_the_stream(self, steps, processes):
+        collection = make_collection(numbered([3] * 23))
+        options = {"captions_per_image": 2, "samples_per_epoch": 40, "rank": processes - 1, "world_size": processes}
+        sampler = CaptionSampler(collection, 4, **options)
+        sampler.set_epoch(2)
+        read = [draw for _ in range(2) for draw in sampler]
+        state = sampler.state_dict(steps)
+        other = CaptionSampler(collection, 4, **options)
+        other.load_state_dict(state)
+        rest = [draw for _ in range(3) for draw in other]
+        sampler.set_epoch(3)
+        stream = [draw for _ in range(4) for draw in sampler]
+        start = len(sampler) if steps is None else steps * 4
+        assert read[len(sampler) :] == stream[: len(sampler)]
+        assert rest == stream[start : start + len(rest)]
+
+    @pytest.mark.parametrize("workers", [0, 1, 4])
+    def test_any_number_of_workers(self, workers, tmp_path):
+        dataset = ShardDataset(write_numbered(tmp_path, [3] * 14), transform, tokenizer)
+        sampler = CaptionSampler(dataset.collection, 4, samples_per_epoch=20)
+        expected = [draw.image for _ in range(3) for draw in sampler]
+        loader = training_loader(dataset, sampler, workers=workers)
+        sampler.set_epoch(0)
+        images, steps = [], 0
+        for batch in loader:  # which reads ahead
+            images += batch[2].tolist()
+            steps += 1
+            if steps == 2:
+                break
+        sampler.load_state_dict(sampler.state_dict(steps))
+        for _ in range(2):
+            for batch in loader:
+                images += batch[2].tolist()
+        assert images == expected[: len(images)]
+        assert len(images) == 4 * (2 + 5 + 5)
 
     @pytest.mark.parametrize(
-        ("captions", "size", "expected"),
+        ("images", "batch_size", "options", "name"),
         [
-            (["1", "2", "3", "4"], 2, ["ab", "cd"]),
-            (["x", "x", "1", "2", "3", "4"], 2, ["ac", "bd", "ef"]),
-            (["x", "x", "x", "x", "1", "2", "3", "4"], 2, ["ae", "bf", "cg", "dh"]),
-            (["x", "y", "x", "y", "1", "2"], 3, ["abe", "cdf"]),
-            (["x", "x", "x", "y", "y", "y"], 2, ["ad", "be", "cf"]),
-            (["a dog.", "\ta  DOG.\n", "a cat.", "a cow."], 2, ["ac", "bd"]),
-            ([["1", "2", "3"], "1", "1", "2", "3", "9", "8", "7"], 2, ["af", "bd", "ce", "gh"]),
+            (25, 4, {}, "images was 24, now 25"),
+            (24, 3, {}, "global_batch was 4, now 3"),
+            (24, 4, {"seed": 1}, "seed was 0, now 1"),
+            (24, 4, {"shuffle_window": 5}, "shuffle_window was 24, now 5"),
         ],
-        ids="distinct waits oldest-first both-wait waiting-alone normalized some-wait-on".split(),
     )
-    def test_an_image_without_a_caption_of_its_own_waits(self, captions, size, expected, caplog):
-        captions = [[texts] if isinstance(texts, str) else texts for texts in captions]
-        # The window keeps the order of a shard.
-        collection = make_collection(captions, images_per_shard=100)
-        batches = epoch(collection, size, captions_per_image="all", shuffle_window=1)
-        assert ["".join("abcdefgh"[draw.image] for draw in batch) for batch in batches] == expected
-        assert not caplog.messages
-
-    def test_what_is_left_out_is_logged_and_images_of_the_epoch_fill_the_batches(self, caplog):
-        """One of twelve images of one caption fits into each of three batches, so twelve others fill 21 places."""
-        collection = make_collection([["0"]] * 12 + [[str(index)] for index in range(1, 13)])
-        batches = epoch(collection, 4, processes=2)
-        assert len(batches) == 3
-        assert all(len({draw.image for draw in batch}) == 8 for batch in batches)
-        images = set(images_of(batches))
-        assert len(images & set(range(12))) == 3
-        assert images >= set(range(12, 24))
-        (record,) = caplog.records
-        assert record.levelno == logging.WARNING
-        assert record.message.startswith("epoch 0: 9 of 24 images are left out, because all their captions are")
-
-    def test_no_such_batch(self):
-        collection = make_collection([["A dog"], ["a dog"]] * 4)
-        with pytest.raises(UserError, match=r"no 2 images have different captions: .*--allow-duplicate-captions"):
-            epoch(collection, 2)
-        assert sorted(images_of(epoch(collection, 4, distinct_captions=False))) == list(range(8))
-
-
-def assert_distinct(batches, captions, groups=None):
-    """No image is twice in a batch, and no caption belongs to images of different labels."""
-    groups = groups or [None] * len(captions)
-    for batch in batches:
-        assert len({draw.image for draw in batch}) == len(batch)
-        owners = {}
-        for draw in batch:
-            label = draw.image if groups[draw.image] is None else str(groups[draw.image])
-            for number in draw.captions:
-                assert owners.setdefault(normalize_caption(captions[draw.image][number]), label) == label
-
-
-texts = st.lists(st.sampled_from(["x", "X", "y", " y", "z", *map(str, range(30))]), min_size=1, max_size=3)
-
-
-@given(
-    captions=st.lists(texts, min_size=1, max_size=40),
-    groups=st.lists(st.sampled_from([None, None, "a", "b"]), min_size=40, max_size=40),
-    batch_size=st.integers(1, 4),
-    processes=st.integers(1, 2),
-    mode=st.sampled_from(["random", "first", "all", 2]),
-    window=st.sampled_from([None, 5]),
-)
-@example([["x"]] * 8, [None] * 40, 4, 1, "all", None)
-def test_any_captions(captions, groups, batch_size, processes, mode, window):
-    groups, size = groups[: len(captions)], batch_size * processes
-    collection = make_collection(captions, groups=groups)
-    options = {"processes": processes, "captions_per_image": mode, "shuffle_window": window}
-    owners = {}
-    for index, (group, of_image) in enumerate(zip(groups, captions, strict=True)):
-        for text in of_image:
-            owners.setdefault(normalize_caption(text), set()).add(group or index)
-    with_own = [
-        of_image for of_image in captions if any(len(owners[normalize_caption(text)]) == 1 for text in of_image)
-    ]
-    batches = None
-    with contextlib.suppress(UserError):
-        batches = epoch(collection, batch_size, **options)
-    if batches is None:
-        assert len(with_own) < size
-        return
-    assert len(batches) == len(captions) // size
-    assert all(len(batch) == size for batch in batches)
-    assert_distinct(batches, captions, groups)
-    width = max(map(len, captions)) if mode == "all" else mode if mode == 2 else 1
-    assert all(len(draw.captions) == width for batch in batches for draw in batch)
+    def test_of_another_stream(self, images, batch_size, options, name):
+        state = CaptionSampler(make_collection(numbered([1] * 24)), 4).state_dict()
+        other = CaptionSampler(make_collection(numbered([1] * images)), batch_size, **options)
+        with pytest.raises(UserError, match=name):
+            other.load_state_dict(state)
 
 
 def made_up(images, captions=5, per_shard=10_000):
@@ -249,9 +281,3 @@ def test_memory_of_many_images(images):
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert 60 * images < held < 100 * images
-
-
-def test_a_batch_that_cannot_be_filled_begins_with_other_images():
-    collection = make_collection([["a"], ["a"], ["b"], ["a"]], groups=["g", "g", None, None])
-    for number in range(30):
-        assert sorted(images_of(epoch(collection, 3, number))) == [0, 1, 2]

@@ -98,8 +98,8 @@ ACTIONS: dict[str, tuple[Any, ...]] = {
     "info": (
         _info,
         "print statistics of shards as JSON",
-        "Print counts, and repeated captions, which are false negatives of each other in a batch. The sampler of "
-        "vl-plugins keeps equal captions of different images apart. Shards of img2dataset and other programs work too.",
+        "Print counts, and repeated captions, which are no negatives of each other in a batch. "
+        "Shards of img2dataset and other programs work too.",
     ),
     "index": (
         _index,

@@ -1,7 +1,9 @@
 """Images with their captions, as every source yields them, and the comparison of captions."""
 
 import hashlib
+import html
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PureWindowsPath
@@ -74,14 +76,24 @@ def normalize_caption(text: str) -> str:
 
 
 def caption_hash(text: str) -> int:
-    """Hash the normalized caption to a signed 64-bit integer."""
+    """Hash the normalized caption to a signed 64-bit integer, which is what the index of a shard has."""
     return hash64(normalize_caption(text).encode())
+
+
+def content_id(text: str) -> int:
+    """Return the id of a caption, see :func:`content_ids`."""
+    if "&" in text:
+        text = html.unescape(text)
+    if not text.isascii():
+        text = unicodedata.normalize("NFC", text)
+    return caption_hash(text) & LARGEST_ID
 
 
 def content_ids(captions: Iterable[str]) -> list[int]:
     """Return ids of captions for the ``ref_ids`` of a loss, which are equal for equal captions in every process.
 
-    Differences of case and white space do not count. Python's own ``hash`` differs from process to process.
+    Differences of case and white space do not count, and HTML entities are what they stand for. Python's own ``hash``
+    differs from process to process.
 
     Raises:
         ValueError: ``captions`` are not strings.
@@ -97,7 +109,7 @@ def content_ids(captions: Iterable[str]) -> list[int]:
         if not isinstance(caption, str):
             advice = "; join the captions of all images in one list" if isinstance(caption, (list, tuple)) else ""
             raise ValueError(f"captions must be strings, got {type(caption).__name__} at place {place}{advice}")
-        ids.append(caption_hash(caption) & LARGEST_ID)
+        ids.append(content_id(caption))
     return ids
 
 

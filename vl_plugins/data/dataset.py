@@ -8,16 +8,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
+from vl_plugins.data.captions import content_ids
 from vl_plugins.data.index import Collection, read_collection
 from vl_plugins.data.limits import MAX_IMAGE_PIXELS, check_max_image_pixels
 from vl_plugins.data.randomness import seeded
 from vl_plugins.data.samples import INPUTS, decode
 from vl_plugins.errors import UserError, one_of
+from vl_plugins.numerics import NO_ID
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,30 @@ class Draw(NamedTuple):
     seed: tuple[int, ...] = ()
 
 
+class Draws(Sequence[Draw]):
+    """What a sampler asks for in a batch. Thousands of :class:`Draw` would take longer to make than to sample.
+
+    Args:
+        images: (B,), indices.
+        captions: (B, k), numbers of captions.
+        passes: (B,), the pass over the data that each image belongs to.
+        seed: of the training.
+    """
+
+    def __init__(self, images: np.ndarray, captions: np.ndarray, passes: np.ndarray, seed: int):
+        self.images, self.captions, self.passes, self.seed = images, captions, passes, seed
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, place: Any) -> Any:
+        """Return a :class:`Draw`, or with a slice a part of the batch."""
+        if isinstance(place, slice):
+            return Draws(self.images[place], self.captions[place], self.passes[place], self.seed)
+        image = int(self.images[place])
+        return Draw(image, self.captions[place].tolist(), (self.seed, int(self.passes[place]), image))
+
+
 class Item(NamedTuple):
     """A decoded image with the captions that were asked for.
 
@@ -44,12 +71,16 @@ class Item(NamedTuple):
         captions: texts.
         label: equal for images of one group; see :class:`ShardDataset`.
         index: of the image.
+        ids: of the captions, see :func:`~vl_plugins.data.captions.content_ids`.
+        other_ids: those of the image's other captions.
     """
 
     image: Tensor
     captions: list[str]
     label: int
     index: int  # type: ignore[assignment]  # hides the method of tuples
+    ids: list[int]
+    other_ids: list[int]
 
 
 class ShardDataset(Dataset):
@@ -57,9 +88,15 @@ class ShardDataset(Dataset):
 
     ``dataset[i]`` is image i with all its captions, and ``dataset[draw]`` what a
     :class:`~vl_plugins.data.sampler.CaptionSampler` asks for, both as an :class:`Item`. A ``DataLoader`` takes
-    ``collate_fn=dataset.collate`` for batches ``images (B, 3, H, W), texts (k * B, L), labels (B,)``;
-    ``texts[k * i : k * i + k]`` are the k captions of ``images[i]``. The label of an image is its index, or that of the
-    first image of its group; the labels of the texts are ``labels.repeat_interleave(k)``.
+    ``collate_fn=dataset.collate`` for batches of five tensors:
+
+    - ``images`` (B, 3, H, W);
+    - ``texts`` (k * B, L), of which ``texts[k * i : k * i + k]`` are the k captions of ``images[i]``;
+    - ``labels`` (B,): the label of an image is its index, or that of the first image of its group; the labels of the
+      texts are ``labels.repeat_interleave(k)``;
+    - ``ref_ids`` (k * B,) and ``matching_ids`` (B, M): ids of the texts, and of the captions of each image that are not
+      shown, -1 where an image has fewer than M. Losses take them under these names: what an image shares with another
+      one is no negative.
 
     Args:
         shards: as for :func:`~vl_plugins.data.index.expand_shards`; or what ``read_collection`` returned.
@@ -67,8 +104,8 @@ class ShardDataset(Dataset):
         tokenizer: from n captions to a tensor (n, L); L may change from batch to batch.
         inputs: ``"images"``, or ``"features"``: the ``.npy`` of each sample. Batches are then (B, N, W), with rows of
             zeros where an image has fewer than N features.
-        captions: ``"flat"`` for texts (k * B, L); ``"nested"`` for texts (B, k, L), which loaders that cut or gather
-            every tensor along its first dimension need.
+        captions: ``"flat"`` for texts (k * B, L) and ids (k * B,); ``"nested"`` for texts (B, k, L) and ids (B, k),
+            which loaders that cut or gather every tensor along its first dimension need.
         on_error: ``"raise"`` stops at an image that cannot be read; ``"skip"`` logs a warning and repeats another image
             of its batch in its place.
         max_image_pixels: largest width times height of a picture. A larger one cannot be read, and is not decoded. 0
@@ -132,21 +169,37 @@ class ShardDataset(Dataset):
         with seeded(*draw.seed) if draw.seed else contextlib.nullcontext():
             image = self.transform(image)
         numbers = range(len(record.captions)) if draw.captions is None else draw.captions
-        captions = [record.captions[number] for number in numbers]
-        return Item(image, captions, int(self.collection.labels[draw.image]), draw.image)
+        ids = content_ids(record.captions)
+        return Item(
+            image,
+            [record.captions[number] for number in numbers],
+            int(self.collection.labels[draw.image]),
+            draw.image,
+            [ids[number] for number in numbers],
+            [ids[number] for number in range(len(ids)) if number not in numbers],
+        )
 
-    def collate(self, items: Sequence[Item]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return images, texts and labels of a batch.
+    def collate(self, items: Sequence[Item]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return images, texts, labels, and the ids of captions that are shown and of others.
 
         Raises:
             UserError: the images have different numbers of captions.
         """
-        if len(counts := {len(item.captions) for item in items}) > 1:
+        counts = {len(item.captions) for item in items}
+        if len(counts) > 1:
             raise UserError(f"images of a batch have {sorted(counts)} captions: use a CaptionSampler")
-        texts = self.tokenizer([caption for item in items for caption in item.captions])
+        captions, ids = [], []
+        longest = max(len(item.other_ids) for item in items)
+        matching_ids = torch.full((len(items), longest), NO_ID)
+        for row, item in enumerate(items):
+            captions += item.captions
+            ids += item.ids
+            matching_ids[row, : len(item.other_ids)] = torch.tensor(item.other_ids)
+        texts, ref_ids = self.tokenizer(captions), torch.tensor(ids)
         if self.captions == "nested":
-            texts = texts.unflatten(0, (len(items), -1))
-        return stack_inputs([item.image for item in items]), texts, torch.tensor([item.label for item in items])
+            texts, ref_ids = texts.unflatten(0, (len(items), -1)), ref_ids.unflatten(0, (len(items), -1))
+        images, labels = stack_inputs([item.image for item in items]), torch.tensor([item.label for item in items])
+        return images, texts, labels, ref_ids, matching_ids
 
 
 def stack_inputs(images: Sequence[Tensor]) -> Tensor:

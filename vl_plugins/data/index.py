@@ -299,6 +299,11 @@ class Collection:
         """(I,) number of captions."""
         return np.diff(self.first_caption)
 
+    @cached_property
+    def most_captions(self) -> int:
+        """The number of captions of the image with the most."""
+        return int(self.captions_per_image.max())
+
     def shard_of(self, images: Sequence[int]) -> list[str]:
         """Return the shard of each image."""
         return [self.shards[index] for index in np.searchsorted(self.first_image, images, side="right") - 1]

@@ -36,3 +36,15 @@ def seeded(*parts: int | str) -> Iterator[None]:
         random.setstate(python_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
         torch.set_rng_state(torch_state)
+
+
+def random_words(seeds: np.ndarray | int, numbers: np.ndarray) -> np.ndarray:
+    """Return random 64-bit integers that depend on a seed and a number alone, elementwise.
+
+    This is the output function of SplitMix64 (Steele et al. 2014), after a step of so many times its constant.
+    """
+    steps = numbers.astype(np.uint64) + np.uint64(1)
+    words = np.asarray(seeds).astype(np.uint64) + steps * np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from vl_plugins.distances import SetDistance, captions_come_first
 from vl_plugins.distributed import GathersAcrossDevices, Processes, all_rows, joined_call, processes_of
+from vl_plugins.errors import warn_of_input
 from vl_plugins.losses.batch import Batch, joined_sets
 from vl_plugins.losses.matrix import without_known
 from vl_plugins.losses.warmup import Warmup
@@ -35,6 +36,8 @@ class CrossModalLoss(GathersAcrossDevices, nn.Module):
         ValueError: ``miner`` is pytorch-metric-learning's ``DistributedMinerWrapper(efficient=True)``, which drops each
             image's own caption; or it is given with a warm-up of losses with a ``regularization``.
     """
+
+    _has_warned = False
 
     def __init__(self, loss: nn.Module, miner: Any = None, one_set: bool = False):
         super().__init__()
@@ -86,6 +89,7 @@ class CrossModalLoss(GathersAcrossDevices, nn.Module):
             slots, ref_slots: (B, K, D) and (C, K, D), from which the sets were made; for the regularization.
             ref_ids, matching_ids: (C,) and (B, M), ids of texts, see :meth:`vl_plugins.losses.PairLoss.forward`. With a
                 miner, and for losses of pytorch-metric-learning, this class removes known positives from the negatives.
+                A loss of your own that has ``symmetric`` gets them if it has an attribute ``known_positives``, too.
             options: further arguments of the loss, such as ``scale``.
 
         Raises:
@@ -103,6 +107,9 @@ class CrossModalLoss(GathersAcrossDevices, nn.Module):
         if _takes_slots(self.loss):
             call |= {"slots": slots, "ref_slots": ref_slots}
         is_called_once = self.miner is None and not self.one_set and hasattr(self.pair_loss, "symmetric")
+        if ref_ids is not None and is_called_once and not hasattr(self.pair_loss, "known_positives"):
+            del call["ref_ids"], call["matching_ids"]
+            self._warn_of_ids()
         if is_called_once and self.processes.is_alone:
             return self.loss(**call)
         with full_precision_call(embeddings=embeddings, ref_emb=ref_emb):
@@ -113,6 +120,15 @@ class CrossModalLoss(GathersAcrossDevices, nn.Module):
                 if self.one_set:
                     return self._loss_of_one_set(**call)
                 return self._loss_of_two_sets(**call)
+
+    def _warn_of_ids(self) -> None:
+        """Warn once of a loss of both directions that takes no ids."""
+        if not self._has_warned:
+            self._has_warned = True
+            warn_of_input(
+                f"{type(self.pair_loss).__name__} takes no ref_ids, so captions of several images are negatives: "
+                "without an attribute `symmetric`, it would be called for each direction with pairs that leave them out"
+            )
 
     def _loss_of_one_set(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor, **options: Any

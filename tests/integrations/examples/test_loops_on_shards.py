@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.processes import in_processes
 from vl_plugins import create_loss
-from vl_plugins.data import CaptionSampler
+from vl_plugins.data import CaptionSampler, normalize_caption
 
 accelerate = pytest.importorskip("accelerate", reason="needs pip install 'vl_plugins[pml]'")
 lightning = pytest.importorskip("lightning", reason="needs pip install 'vl_plugins[lightning]'")
@@ -90,23 +90,34 @@ def train_in_process(rank, shards, world_size):
 
 @functools.cache
 def train_by_the_formula(make, embed, shards):
-    """Return the weights before, and after the steps of the plain formula on batches of one process."""
+    """Return the weights before, and after the steps of the plain formula on batches of one process.
+
+    Captions that are equal to one of an image's captions are no negatives of the image.
+    """
     torch.manual_seed(0)
     model, dataset = make(shards)
     before, optimizer = weights(model), sgd(model)
     sampler = CaptionSampler(dataset.collection, IMAGES, captions_per_image="all", rank=0, world_size=1)
-    positives = torch.eye(IMAGES, dtype=torch.bool).repeat_interleave(5, dim=1)
+    positives, known = torch.eye(IMAGES, dtype=torch.bool).repeat_interleave(5, dim=1), 0
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         items = [dataset[draw] for draw in sampler]
         assert len(items) == 64
         for batch in (items[:IMAGES], items[IMAGES:]):
             texts = dataset.tokenizer([caption for item in batch for caption in item.captions])
+            negatives = torch.ones_like(positives)
+            for row, image in enumerate(batch):
+                own = {normalize_caption(caption) for caption in image.captions}
+                captions = [normalize_caption(caption) for item in batch for caption in item.captions]
+                for column, caption in enumerate(captions):
+                    negatives[row, column] = caption not in own
+            known += int((~negatives & ~positives).sum())
             images, texts, scale = embed(model, torch.stack([item.image for item in batch]), texts)
             loss = create_loss("unified", margin=0.2)
             optimizer.zero_grad()
-            loss.from_similarities(images @ texts.T, positives, ~positives, scale=scale).backward()
+            loss.from_similarities(images @ texts.T, positives, negatives, scale=scale).backward()
             optimizer.step()
+    assert known > 0
     return before, weights(model)
 
 

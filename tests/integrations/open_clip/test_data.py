@@ -12,6 +12,7 @@ from webdataset.autodecode import imagehandler
 
 from tests.helpers.archives import encode_archive, encode_picture
 from tests.helpers.pictures import EPS, replace_ghostscript
+from vl_plugins.data import content_ids
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip import pictures
 from vl_plugins.integrations.open_clip.data import Steps, get_data, read_splits
@@ -79,19 +80,33 @@ def test_rows_of_a_table_with_one_path_are_one_image(args, tmp_path):
     steps, arguments = Steps(), args(*flags, "--csv-img-key", "path", "--csv-caption-key", "text", *LOSS)
     ((images, texts),) = read(arguments, steps)["train"].dataloader
     numbers = [int(image[0, 0, 0]) - 1 for image in images]
-    assert sorted(numbers) == steps.image_ids.sort().values.tolist() == [*range(8)]
+    assert sorted(numbers) == steps.labels["labels"].sort().values.tolist() == [*range(8)]
     assert texts[:, 1].tolist() == [hash(f"{word} {number}") for number in numbers for word in ("dog", "cat")]
 
 
-def test_equal_captions_of_a_table_do_not_meet(args, tmp_path):
+def test_equal_captions_of_a_table_have_one_id(args, tmp_path):
     rows = [f"{tmp_path}/{number}.png\tdog {number // 2}" for number in range(16)]
     for number in range(16):
         Image.new("RGB", (5, 5)).save(tmp_path / f"{number}.png")
     (tmp_path / "table.tsv").write_text("\n".join(["filepath\ttitle", *rows]))
-    for more, meet in (([], False), (["--allow-duplicate-captions"], True)):
-        batches = list(read(args(*LOSS, "--train-data", f"{tmp_path}/table.tsv", *more))["train"].dataloader)
-        assert len(batches) == 2
-        assert any(len(texts.unique(dim=0)) < 8 for _, texts in batches) is meet
+    steps = Steps()
+    for _ in read(args(*LOSS, "--train-data", f"{tmp_path}/table.tsv"), steps)["train"].dataloader:
+        noted = steps.labels
+        expected = content_ids([f"dog {label // 2}" for label in noted["labels"].tolist()])
+        assert noted["ref_ids"].tolist() == expected
+        assert noted["matching_ids"].shape == (8, 0)
+
+
+def test_samples_of_an_epoch_as_open_clip_counts_them(args):
+    """64 images in epochs of 20, which are three batches of 8; a pass is not over before every image was read."""
+    steps, numbers = Steps(), []
+    train = read(args(*LOSS, "--train-num-samples", "20", "--shuffle-window", "16"), steps)["train"]
+    assert (train.dataloader.num_batches, train.dataloader.num_samples) == (3, 24)
+    for epoch in range(3):
+        train.set_epoch(epoch)
+        for _ in train.dataloader:
+            numbers += steps.labels["labels"].tolist()
+    assert sorted(numbers[:64]) == [*range(64)]
 
 
 def test_batches_as_the_trainer_needs_them(args):
@@ -99,7 +114,7 @@ def test_batches_as_the_trainer_needs_them(args):
     steps, shared = Steps(batches_per_step=3), []
     train = read(args(*LOSS, "--captions-per-image", "3", "--accum-freq", "3"), steps)["train"]
     assert (train.dataloader.num_batches, train.dataloader.num_samples) == (8, 64)
-    assert steps.image_ids is None
+    assert steps.labels == {}
     epochs = []
     for epoch in range(2):
         train.set_epoch(epoch)
@@ -107,8 +122,9 @@ def test_batches_as_the_trainer_needs_them(args):
         for number, (images, texts) in enumerate(train.dataloader):
             assert (images.shape, texts.shape) == ((8, 3, 4, 4), (24, 2))
             assert steps.number == 2 * epoch + number // 3, "8 batches are 2 steps and a rest"
-            assert len(steps.image_ids) == 8 * min(number + 1, 3)
-            ids += steps.image_ids[-8:].tolist()
+            noted = steps.labels
+            assert [len(values) for values in noted.values()] == [size * min(number + 1, 3) for size in (8, 24, 8)]
+            ids += noted["labels"][-8:].tolist()
             seen.append(texts)
         assert sorted(ids) == [*range(64)]
         epochs.append(torch.cat(seen))
@@ -118,7 +134,7 @@ def test_batches_as_the_trainer_needs_them(args):
         arguments.rank, arguments.world_size = rank, 2
         train = read(arguments, steps)["train"].dataloader
         assert (train.num_batches, train.num_samples) == (4, 64)
-        shared += [number for _ in train for number in steps.image_ids.tolist()]
+        shared += [number for _ in train for number in steps.labels["labels"].tolist()]
     assert sorted(shared) == [*range(64)]
 
 

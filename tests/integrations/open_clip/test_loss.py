@@ -70,8 +70,8 @@ def test_autocast_does_not_reach_losses_of_others():
 
 
 def steps_of(image_ids, number=0):
-    steps = Steps()
-    steps.batches.append(torch.tensor(image_ids))
+    steps, image_ids = Steps(), torch.tensor(image_ids)
+    steps.batches.append([image_ids, image_ids, image_ids.new_zeros(len(image_ids), 0)])
     steps.number = number
     return steps
 
