@@ -174,21 +174,30 @@ def read_splits(args: Namespace) -> dict[str, Collection]:
         if not path:
             continue
         with user_errors(f"{flag(split)} {path}"):
+            is_ours = bool(args.loss or args.captions_per_image)
+            if is_ours and os.path.isdir(path):  # which open_clip knows nothing about
+                args.dataset_type = "webdataset"
             reader = host_data.get_dataset_fn(path, args.dataset_type)
             if reader is host_data.get_csv_dataset:
                 check_columns(flag(split), path, args)
-            if not (args.loss or args.captions_per_image):
+            if not is_ours:
                 if reader is host_data.get_wds_dataset:
                     check_shards(flag(split), path)
                 continue
             if reader is host_data.get_wds_dataset:
-                collection = read_collection(path)
+                collection = read_collection(path, args.on_error if split == "train_data" else "raise")
                 if split == "train_data" or not collection.only_txt:
                     found[split] = collection
             elif reader is host_data.get_csv_dataset and split == "train_data":
                 found[split] = Table(path, args)
             if args.head == "set" and split == "val_data" and split not in found:
                 raise UserError(f"--val-data {path}: to validate sets, give shards of `vl-plugins shards`")
+    if found.keys() == {"train_data", "val_data"}:
+        shared = set(found["train_data"].shards) & set(found["val_data"].shards)
+        if shared:
+            raise UserError(
+                f"--train-data and --val-data share {min(shared)}: a model is not validated on its training"
+            )
     if "train_data" in found:
         defaults = vars(parse_args([]))
         for name in NOT_OURS:
@@ -256,7 +265,14 @@ def _training_data(args: Namespace, collection: Collection, transform: Callable,
         rank=args.rank,
         world_size=args.world_size,
     )
-    dataset = ShardDataset(collection, transform, tokenizer, on_error="skip", max_image_pixels=args.max_image_pixels)
+    dataset = ShardDataset(
+        collection,
+        transform,
+        tokenizer,
+        on_error=args.on_error,
+        max_errors=args.max_errors,
+        max_image_pixels=args.max_image_pixels,
+    )
     loader = training_loader(dataset, sampler, workers=args.workers)
     loader.num_batches = len(loader)
     loader.num_samples = len(sampler) * sampler.world_size

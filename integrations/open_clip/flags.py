@@ -177,6 +177,19 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="shuffle shards, and images within windows of N, so that reads are close to each other (default: all "
         "images together)",
     )
+    group.add_argument(
+        "--on-error",
+        choices=("skip", "raise"),
+        default="skip",
+        help="repeat another image of the batch in place of one that cannot be read, or stop (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-errors",
+        type=float,
+        default=0.01,
+        metavar="SHARE",
+        help="stop when more than this share of the images cannot be read (default: %(default)s)",
+    )
     names = [name for action in parser._actions for name in action.option_strings]
     if "--max-image-pixels" not in names:  # which open_clip 4.x has
         add_max_image_pixels(group)

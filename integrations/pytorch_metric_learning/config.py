@@ -46,7 +46,9 @@ class DataConfig:
         samples_per_epoch: images in an epoch of all processes; by default those of ``train``.
         shuffle_window: shuffle shards, and images within windows of so many; by default all images together.
         prefetch_factor: batches that each loader process reads ahead; by default torch's.
-        on_error: ``"skip"`` repeats another image of the batch in place of an unreadable one, ``"raise"`` stops.
+        on_error: ``"skip"`` repeats another image of the batch in place of an unreadable one, ``"raise"`` stops. An
+            evaluation always stops.
+        max_errors: share of the training images that may be skipped.
         max_image_pixels: pictures of more pixels count as unreadable, and are not decoded; 0 for no limit.
     """
 
@@ -61,6 +63,7 @@ class DataConfig:
     shuffle_window: int | None = None
     prefetch_factor: int | None = None
     on_error: str = "skip"
+    max_errors: float = 0.01
     max_image_pixels: int = MAX_IMAGE_PIXELS
     on_read_error: str | None = None  # the name of on_error until version 0.3
     allow_duplicate_captions: bool | None = None  # without effect since version 0.4

@@ -50,7 +50,7 @@ def make_validation_loader(config: Config, towers: TwoTowers, rank: int, world_s
     if not data.val:
         return None
     dataset = _dataset(config, data.val, towers, is_train=False)
-    dataset[0]  # raises an error before training, also with "skip"
+    dataset[0]  # raises an error before training
     return evaluation_loader(dataset, data.batch_size, workers=data.workers, rank=rank, world_size=world_size)
 
 
@@ -74,6 +74,7 @@ def _dataset(config: Config, shards: str, towers: TwoTowers, *, is_train: bool) 
             transform,
             towers.tokenizer,
             inputs=data.inputs,
-            on_error=data.on_read_error or data.on_error,
+            on_error=(data.on_read_error or data.on_error) if is_train else "raise",
+            max_errors=data.max_errors,
             max_image_pixels=data.max_image_pixels,
         )

@@ -17,9 +17,17 @@ from tests.helpers.archives import encode_archive, encode_picture
 from tests.helpers.numbered_shards import numbers_of, png_of_noise, replace_member, tokenizer, transform, write_numbered
 from tests.helpers.pictures import EPS, VAST, fail_to_decode, replace_ghostscript, vast_png
 from tests.helpers.processes import in_processes
-from vl_plugins.data import CaptionSampler, Draw, ShardDataset, content_ids, evaluation_loader, training_loader
+from vl_plugins.data import (
+    CaptionSampler,
+    Draw,
+    ShardDataset,
+    content_ids,
+    evaluation_loader,
+    read_batches,
+    training_loader,
+)
 from vl_plugins.data.randomness import seed_everything
-from vl_plugins.data.samples import decode_features
+from vl_plugins.data.samples import decode_features, inspect_image
 from vl_plugins.errors import UserError
 
 # More workers than cores are on purpose here.
@@ -72,6 +80,30 @@ class TestItems:
         assert item.ids == content_ids(item.captions)
         assert item.other_ids == content_ids(["9/1", "9/2", "9/3"])
         assert [item.label for item in (dataset[5], dataset[4], dataset[6])] == [1, 0, 6]
+
+    @pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP"])
+    @pytest.mark.parametrize("orientation", range(1, 9))
+    def test_pictures_are_turned_as_viewers_show_them(self, tmp_path, orientation, image_format):
+        """A red corner, top left, is where the orientation says; EXIF 6 is a camera that was turned left."""
+        picture = Image.new("RGB", (32, 16), "blue")
+        picture.paste("red", (0, 0, 8, 8))
+        exif = Image.Exif()
+        exif[274] = orientation
+        stream = io.BytesIO()
+        picture.save(stream, image_format, exif=exif, **{"lossless": True} if image_format == "WEBP" else {})
+        extension = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}[image_format]
+        members = [(f"a.{extension}", stream.getvalue()), ("a.txt", "0/0")]
+        (tmp_path / "x.tar").write_bytes(encode_archive(members))
+        (item,) = ShardDataset(tmp_path / "x.tar", lambda image: image, tokenizer)
+        is_on_its_side = orientation >= 5
+        assert item.image.size == ((16, 32) if is_on_its_side else (32, 16))
+        assert inspect_image(stream.getvalue())[1:] == item.image.size
+        right, bottom = item.image.width - 3, item.image.height - 3
+        corners = {1: (2, 2), 2: (right, 2), 3: (right, bottom), 4: (2, bottom)}
+        corners |= {5: (2, 2), 6: (right, 2), 7: (right, bottom), 8: (2, bottom)}
+        red, _, blue = item.image.getpixel(corners[orientation])
+        assert red > 200
+        assert blue < 60
 
     def test_pictures_become_rgb(self, tmp_path):
         members = []
@@ -190,6 +222,25 @@ class TestDamage:
         assert record.levelno == logging.WARNING
         assert reason in record.message
         assert not ghostscript_has_run.exists()
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_what_is_skipped_is_counted_and_limited(self, tmp_path, caplog, workers):
+        """Of 40 images 12 are damaged; ten are allowed in any case, and a share of 0.3 allows twelve."""
+        shards = write_numbered(tmp_path, [1] * 40)
+        for image in range(12):
+            replace_member(shards[image // 4], f"numbered-{image:03}.png", b"damaged")
+        options = {"on_error": "skip", "transform": transform, "tokenizer": tokenizer}
+        dataset = ShardDataset(shards, max_errors=0.3, **options)
+        loader = training_loader(dataset, CaptionSampler(dataset.collection, 20), workers=workers)
+        assert dataset.describe_errors() is None
+        assert sum(len(labels) for _, _, labels, *_ in read_batches("--train-data", loader)) == 40
+        assert caplog.messages[-1] == "--train-data: 12 of 40 images skipped: 12 unreadable"
+        assert len(caplog.messages) <= 1 + 10
+        for max_errors in (0.01, 0.27):
+            dataset = ShardDataset(shards, max_errors=max_errors, **options)
+            loader = training_loader(dataset, CaptionSampler(dataset.collection, 20), workers=workers)
+            with pytest.raises(UserError, match=f"of 40 images cannot be read, more than max_errors {max_errors}; the"):
+                list(read_batches("--train-data", loader))
 
     def test_a_picture_of_too_many_pixels(self, tmp_path, monkeypatch, caplog):
         members = [("vast.png", vast_png()), ("vast.txt", "vast"), ("small.png", encode_picture()), ("small.txt", "b")]

@@ -175,7 +175,8 @@ class TestOtherShards:
             ([("b.json", b'{"captions": ["x"')], "b: its json or txt is not valid"),
             ([("b.json", b"[" * 100_000)], "b: its json or txt is not valid"),
             ([("b.json", b'{"captions": []}')], "b: it has no captions"),
-            ([("b.json", b'{"captions": ["x", 1]}')], "b: its json or txt is not valid"),
+            ([("b.json", b'{"captions": ["x", 1]}')], "b: it has no captions"),
+            ([("b.txt", "\u200b \n"), ("b.caption", b"x")], "b: it has no captions; .*; it has caption, txt"),
             ([("b.json", b'{"captions": ["x"], "image_id": true}')], "b: its json or txt is not valid"),
             ([("b.json", rb'{"captions": ["\ud83d"]}')], "b: its json or txt is not valid"),
             ([("b.jpg", b"")], "b: it has no captions"),
@@ -187,6 +188,25 @@ class TestOtherShards:
         shard = write_tar(tmp_path / "x.tar", [("a.txt", "a"), *members])
         with pytest.raises(UserError, match=rf"cannot read {shard}[:,] {message}"):
             read_collection(shard)
+
+    @pytest.mark.parametrize("captions", [None, [], "a dog", '["a dog"]', [1], {"en": "a dog"}])
+    def test_captions_that_are_no_list_of_texts_leave_the_txt(self, tmp_path, captions):
+        metadata = {"captions": captions, "image_id": 7}
+        collection = read_collection(write_tar(tmp_path / "x.tar", [("a.json", metadata), ("a.txt", "the caption")]))
+        assert (collection.captions, collection.image_ids) == (["the caption"], ["a"])
+
+    def test_bad_samples_may_be_left_out(self, tmp_path):
+        members = []
+        for number in range(5):
+            members.append((f"{number}.png", encode_picture()))
+            if number != 3:
+                members.append((f"{number}.txt", f"caption {number}"))
+        shard = write_tar(tmp_path / "x.tar", members)
+        collection = read_collection(shard, on_error="skip")
+        assert collection.keys == ["0", "1", "2", "4"]
+        (image,) = collection.rejected
+        assert (image.image, image.reason.partition(";")[0]) == (f"{shard}: 3", "it has no captions")
+        assert sorted(collection.pictures(range(4))) == [0, 1, 2, 3]
 
     def test_no_images(self, tmp_path):
         with pytest.raises(UserError, match=r"the shards hold no images: .*x\.tar"):
@@ -257,6 +277,21 @@ class TestExpandShards:
         assert expand_shards([folder / "y.tar", names[0]]) == [names[3], names[0]]
         assert expand_shards(f"file://{names[0]}") == [f"file://{names[0]}"]
 
+    @pytest.mark.parametrize("kind", ["path", "url"])
+    def test_folders_and_names_with_stars(self, folder, kind):
+        place = str(folder) if kind == "path" else f"file://{folder}"
+        names = [f"{place}/x-{number}.tar" for number in range(3)]
+        assert expand_shards(f"{place}/x-*.tar") == names
+        assert expand_shards(f"{place}/x-?.tar::{place}/y.tar") == [*names, f"{place}/y.tar"]
+        for several in (place, f"{place}/*.tar"):
+            with pytest.raises(UserError) as raised:
+                expand_shards(several)
+            assert f"are shards of several splits: choose '{place}/x-*.tar', '{place}/y.tar'" in str(raised.value)
+        (folder / "y.tar").unlink()
+        assert expand_shards(place) == expand_shards(f"{place}/") == names
+        with pytest.raises(UserError, match=r"z\*\.tar: there are no such shards"):
+            expand_shards(f"{place}/z*.tar")
+
     def test_errors(self, folder, monkeypatch):
         monkeypatch.chdir(folder)
         for pattern, message in (
@@ -264,7 +299,7 @@ class TestExpandShards:
             (["./y.tar", f"{folder}/y.tar"], "or one more than once"),
             ("::", "names no shard"),
             ([], "names no shard"),
-            (str(folder), "1 of 1 shards do not exist"),
+            ("x", "1 of 1 shards do not exist: x"),
         ):
             with pytest.raises(UserError, match=message):
                 expand_shards(pattern)

@@ -15,6 +15,7 @@ from vl_plugins.cli import main
 from vl_plugins.data import CaptionSampler, ShardDataset, evaluation_loader, read_collection, training_loader
 from vl_plugins.data.sources import read_karpathy
 from vl_plugins.data.writer import write_shards
+from vl_plugins.errors import UserError
 
 SHARDS = "toy-train-{000000..000007}.tar"
 
@@ -96,6 +97,48 @@ def test_an_s3_server_sends_the_drawn_images_and_nothing_else(toy_shards, bucket
     assert sorted(answers) == sorted(dataset.collection.sizes[[1, 9]].tolist())
 
 
+@pytest.fixture
+def pauses(monkeypatch):
+    """Return the list of pauses, which take no time."""
+    pauses = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+    return pauses
+
+
+def test_a_server_that_is_busy_now_and_then_gives_every_image(toy_shards, pauses):
+    """One answer of ten is 503, and no image is replaced by another one."""
+    with http_server(toy_shards, busy=lambda number: number % 10 == 3) as (url, requests):
+        dataset = ShardDataset(f"{url}/{SHARDS}", to_tensor, tokenize, on_error="skip")
+        labels = []
+        for batch in training_loader(dataset, CaptionSampler(dataset.collection, 16)):
+            labels += batch[2].tolist()
+    assert sorted(labels) == list(range(64))
+    assert pauses
+    assert set(pauses) <= {0.5, 1.0}
+    assert len(requests) < 120
+
+
+def test_a_server_that_has_gone_ends_the_training(toy_shards, pauses):
+    has_gone = []
+    with http_server(toy_shards, busy=lambda number: bool(has_gone)) as (url, _):
+        dataset = ShardDataset(f"{url}/{SHARDS}", to_tensor, tokenize, on_error="skip")
+        has_gone.append(True)
+        with pytest.raises(UserError, match=r"cannot read http.*/toy-train-000000.tar, in 5 tries: "):
+            dataset.__getitems__([0, 1])
+    assert pauses == [0.5, 1.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize("file", ["toy-train-000000.tar.jsonl", "toy-train-000000.tar"])
+def test_a_busy_server_has_not_lost_its_files(toy_shards, pauses, file):
+    """Not even the index, without which the whole shard would be read."""
+    with (
+        http_server(toy_shards, busy=lambda number: True, file=file) as (url, _),
+        pytest.raises(UserError, match=r"cannot read http.*: .*503|Service Unavailable"),
+    ):
+        read_collection(f"{url}/toy-train-000000.tar")
+    assert pauses[:4] == [0.5, 1.0, 2.0, 4.0]
+
+
 class SynchronousFiles(fsspec.AbstractFileSystem):
     """A local folder behind a file system that is not asynchronous, such as sftp, and reads ahead."""
 
@@ -125,11 +168,15 @@ def test_a_synchronous_file_system_reads_nothing_ahead(toy_shards):
     assert sorted(SynchronousFiles.fetched) == sorted(dataset.collection.sizes[[1, 9]].tolist())
 
 
-def test_a_missing_shard_or_server_is_one_line(remote, capsys):
+def test_a_missing_shard_or_server_is_one_line(remote, pauses, capsys):
+    lines = []
     for url in (remote, "http://127.0.0.1:1"):
         assert main(["shards", "info", f"{url}/toy-train-000008.tar"]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert f"1 of 1 shards do not exist: {url}/toy-train-000008.tar" in line
+        lines += capsys.readouterr().err.splitlines()
+    missing, unreachable = lines
+    assert f"1 of 1 shards do not exist: {remote}/toy-train-000008.tar" in missing
+    assert "cannot read http://127.0.0.1:1/toy-train-000008.tar: " in unreachable
+    assert "Connect call failed" in unreachable
 
 
 def test_a_server_without_ranges_is_an_error(toy_shards):

@@ -19,8 +19,8 @@ class _Handler(SimpleHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"  # keeps connections open
 
-    def __init__(self, *arguments, requests: list[str], **options):
-        self.requests = requests
+    def __init__(self, *arguments, requests: list[str], busy: Callable[[int], bool], file: str, **options):
+        self.requests, self.busy, self.file = requests, busy, file
         super().__init__(*arguments, **options)
 
     def do_HEAD(self) -> None:
@@ -33,6 +33,9 @@ class _Handler(SimpleHTTPRequestHandler):
         bounds = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         self.requests.append(f"{self.command} {self.path} {bounds[0] if bounds else ''}".rstrip())
         file = self.translate_path(self.path)
+        if file.endswith(self.file) and self.busy(len(self.requests)):
+            self.send_error(503)
+            return
         if not os.path.isfile(file):
             self.send_error(404)
             return
@@ -65,10 +68,18 @@ def serve(handler: Callable) -> Iterator[str]:
 
 
 @contextmanager
-def http_server(folder: str | os.PathLike) -> Iterator[tuple[str, list[str]]]:
-    """Serve the files of a folder; yield the URL and a growing list of requests, ``GET /a.tar bytes=0-511``."""
+def http_server(
+    folder: str | os.PathLike, busy: Callable[[int], bool] = lambda number: False, file: str = ""
+) -> Iterator[tuple[str, list[str]]]:
+    """Serve the files of a folder; yield the URL and a growing list of requests, ``GET /a.tar bytes=0-511``.
+
+    Args:
+        busy: whether request number 1, 2, ... gets the answer 503, if it is for a file of this name.
+        file: the end of the name.
+    """
     requests: list[str] = []
-    with serve(partial(_Handler, directory=os.fspath(folder), requests=requests)) as url:
+    options = {"directory": os.fspath(folder), "requests": requests, "busy": busy, "file": file}
+    with serve(partial(_Handler, **options)) as url:
         yield url, requests
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from vl_plugins.commands import shards_info
 from vl_plugins.errors import one_of, require
 from vl_plugins.integrations.command_lines import add_max_image_pixels
-from vl_plugins.tables import printable
 
 __all__ = ["brace_pattern", "register", "run"]
 
@@ -134,10 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
     for _, shards in itertools.groupby(sorted(written.shards), lambda shard: shard.rpartition("-")[0]):
         print(brace_pattern(list(shards)))
     print(f"{len(written.shards):,} shards, {written.images:,} images, {written.captions:,} captions")
-    if written.rejected:
-        print(f"left out: {len(written.rejected):,}; the indexes list all, and these are the first:")
-    for item in written.rejected[:20]:
-        print(f"  {printable(item.image)}: {printable(item.reason)}")
+    shards_info.print_rejected(written.rejected)
     return 0
 
 

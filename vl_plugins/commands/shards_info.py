@@ -2,12 +2,15 @@
 
 import argparse
 import json
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.command_lines import add_max_image_pixels
+from vl_plugins.tables import printable
 
-__all__ = ["add_engine", "register"]
+__all__ = ["add_engine", "print_rejected", "register"]
 
 
 def register(actions: argparse._SubParsersAction) -> None:
@@ -19,6 +22,9 @@ def register(actions: argparse._SubParsersAction) -> None:
         parser.add_argument("shards", nargs="+", metavar="SHARDS", help=shards)
         if run is not _info:
             add_engine(parser, "read")
+        if run is _index:
+            skip = "stop at a sample without captions, or leave it out (default: %(default)s)"
+            parser.add_argument("--on-error", choices=("raise", "skip"), default="raise", help=skip)
         if run is _verify:
             add_max_image_pixels(parser)
         parser.set_defaults(run=run)
@@ -55,13 +61,24 @@ def _index(arguments: argparse.Namespace) -> int:
 
     shards = _find_shards(arguments)
     counts = dict.fromkeys(("new", "rewritten", "unchanged"), 0)
-    images = 0
-    for indexed in run_jobs(index_shard, shards, arguments.workers, arguments.engine):
+    images, rejected = 0, []
+    index = partial(index_shard, on_error=arguments.on_error)
+    for indexed in run_jobs(index, shards, arguments.workers, arguments.engine):
         counts[indexed.state] += 1
         images += indexed.images
+        rejected += indexed.rejected
     states = ", ".join(f"{count:,} {state}" for state, count in counts.items())
     print(f"{len(shards):,} shards, {images:,} images; indexes: {states}")
+    print_rejected(rejected)
     return 0
+
+
+def print_rejected(rejected: Sequence[Any]) -> None:
+    """Print how many images were left out, and the first of them."""
+    if rejected:
+        print(f"left out: {len(rejected):,}; the indexes list all, and these are the first:")
+    for item in rejected[:20]:
+        print(f"  {printable(item.image)}: {printable(item.reason)}")
 
 
 def _verify(arguments: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from pathlib import PureWindowsPath
 from vl_plugins.errors import UserError
 
 LARGEST_ID = 2**63 - 1
+INVISIBLE = ("Cf", "Zs", "Zl", "Zp")  # Unicode's categories of format marks and spaces
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class CaptionedImage:
             raise UserError(f"path {self.file!r} leads out of the image root; paths must be relative, without '..'")
         if isinstance(self.group, str) and not self.group.strip():
             object.__setattr__(self, "group", None)
-        if not self.captions or not all(map(str.strip, self.captions)):
+        if not self.captions or any(map(is_blank, self.captions)):
             raise UserError("it has no captions, or a blank one; every image needs at least one")
         if len(self.caption_ids) != len(self.captions):
             raise UserError(f"it has {len(self.caption_ids)} caption ids for {len(self.captions)} captions")
@@ -73,6 +74,16 @@ def normalize_caption(text: str) -> str:
     True
     """
     return " ".join(text.split()).casefold()
+
+
+def is_blank(text: str) -> bool:
+    r"""Return whether a caption shows nothing: white space, and marks such as zero-width spaces.
+
+    >>> is_blank(" \u200b\n"), is_blank("\u200ba dog")
+    (True, False)
+    """
+    text = text.strip()
+    return not text or (not text.isascii() and all(unicodedata.category(mark) in INVISIBLE for mark in text))
 
 
 def caption_hash(text: str) -> int:

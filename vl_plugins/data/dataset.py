@@ -19,10 +19,12 @@ from vl_plugins.data.index import Collection, read_collection
 from vl_plugins.data.limits import MAX_IMAGE_PIXELS, check_max_image_pixels
 from vl_plugins.data.randomness import seeded
 from vl_plugins.data.samples import INPUTS, decode
-from vl_plugins.errors import UserError, one_of
+from vl_plugins.errors import UserError, number, one_of
 from vl_plugins.numerics import NO_ID
 
 logger = logging.getLogger(__name__)
+
+SKIPS_LOGGED = SKIPS_ALLOWED = 10  # images
 
 
 class Draw(NamedTuple):
@@ -106,15 +108,18 @@ class ShardDataset(Dataset):
             zeros where an image has fewer than N features.
         captions: ``"flat"`` for texts (k * B, L) and ids (k * B,); ``"nested"`` for texts (B, k, L) and ids (B, k),
             which loaders that cut or gather every tensor along its first dimension need.
-        on_error: ``"raise"`` stops at an image that cannot be read; ``"skip"`` logs a warning and repeats another image
-            of its batch in its place.
+        on_error: ``"raise"`` stops at an image that cannot be read; ``"skip"`` repeats another image of its batch in
+            its place, logs the first few, and counts them: see :meth:`describe_errors`. It leaves out samples without
+            captions in the shards of other programs.
+        max_errors: share of the images that may be skipped, [0, 1], and at least ten. With more, reading stops.
         max_image_pixels: largest width times height of a picture. A larger one cannot be read, and is not decoded. 0
             sets no limit.
 
     Raises:
         UserError: a shard does not exist or cannot be read, or an option is unknown or negative. While reading: with
-            ``"raise"``, or for all images of a batch, an image is damaged, too large, or not in JPEG, PNG or WebP
-            format, or its shard is not the one that the index was made of.
+            ``"raise"``, for all images of a batch, or for more than ``max_errors``, an image is damaged, too large, or
+            not in JPEG, PNG or WebP format, or its shard is not the one that the index was made of. Or a server does
+            not answer.
     """
 
     def __init__(
@@ -126,15 +131,20 @@ class ShardDataset(Dataset):
         inputs: str = "images",
         captions: str = "flat",
         on_error: str = "raise",
+        max_errors: float = 0.01,
         max_image_pixels: int = MAX_IMAGE_PIXELS,
     ):
         self.inputs = one_of("inputs", inputs, INPUTS)
         self.captions = one_of("captions", captions, ("flat", "nested"))
         self.on_error = one_of("on_error", on_error, ("raise", "skip"))
         self.max_image_pixels = check_max_image_pixels(max_image_pixels)
-        self.collection = shards if isinstance(shards, Collection) else read_collection(shards)
+        self.max_errors = number("max_errors", max_errors, least=0)
+        self.collection = shards if isinstance(shards, Collection) else read_collection(shards, on_error)
         self.transform, self.tokenizer = transform, tokenizer
-        self._skipped: set[int] = set()
+        # Which images have been skipped, in memory that the processes of a loader share.
+        self._is_skipped = torch.zeros(len(self.collection), dtype=torch.bool)
+        if on_error == "skip":
+            self._is_skipped.share_memory_()
 
     def __len__(self) -> int:
         return len(self.collection)
@@ -149,9 +159,11 @@ class ShardDataset(Dataset):
         read = self.collection.read([draw.image for draw in draws])
         items = [self._read_item(draw, data) for draw, data in zip(draws, read, strict=True)]
         good = [item for item in items if isinstance(item, Item)]
-        for error in items:
-            if isinstance(error, UserError) and (self.on_error == "raise" or not good):
-                raise error
+        for draw, error in zip(draws, items, strict=True):
+            if isinstance(error, UserError):
+                if self.on_error == "raise" or not good:
+                    raise error
+                self._skip(draw.image, error)
         # Another image of the batch has its own captions and label, so it makes no wrong pairs.
         return [item if isinstance(item, Item) else good[number % len(good)] for number, item in enumerate(items)]
 
@@ -161,11 +173,8 @@ class ShardDataset(Dataset):
             image = decode(members, self.inputs, self.max_image_pixels)
         except Exception as error:  # decoders of damaged files raise nearly anything
             reason = str(error) if isinstance(error, ValueError) else repr(error)
-            problem = f"cannot read image {draw.image}, in {self.collection.shard_of([draw.image])[0]}: {reason}"
-            if self.on_error == "skip" and draw.image not in self._skipped:
-                self._skipped.add(draw.image)
-                logger.warning(problem)
-            return UserError(problem)
+            shard = self.collection.shard_of([draw.image])[0]
+            return UserError(f"cannot read image {draw.image}, in {shard}: {reason}")
         with seeded(*draw.seed) if draw.seed else contextlib.nullcontext():
             image = self.transform(image)
         numbers = range(len(record.captions)) if draw.captions is None else draw.captions
@@ -178,6 +187,34 @@ class ShardDataset(Dataset):
             [ids[number] for number in numbers],
             [ids[number] for number in range(len(ids)) if number not in numbers],
         )
+
+    def _skip(self, image: int, error: UserError) -> None:
+        """Note an image that is skipped; raise ``UserError`` for too many."""
+        if self._is_skipped[image]:
+            return
+        self._is_skipped[image] = True
+        skipped, total = int(self._is_skipped.sum()), len(self)
+        if skipped <= SKIPS_LOGGED:
+            logger.warning(error)
+        if skipped > max(SKIPS_ALLOWED, self.max_errors * total):
+            raise UserError(
+                f"{skipped:,} of {total:,} images cannot be read, more than max_errors {self.max_errors:g}; the last: "
+                f"{error}"
+            )
+
+    def describe_errors(self) -> str | None:
+        """Return how many images have been skipped so far, in all processes of the loader; None for none."""
+        skipped = int(self._is_skipped.sum())
+        reasons = []
+        if skipped > 0:
+            reasons.append(f"{skipped:,} unreadable")
+        if self.collection.rejected:
+            reasons.append(f"{len(self.collection.rejected):,} without captions")
+        if not reasons:
+            return None
+        left_out = skipped + len(self.collection.rejected)
+        total = len(self) + len(self.collection.rejected)
+        return f"{left_out:,} of {total:,} images skipped: {', '.join(reasons)}"
 
     def collate(self, items: Sequence[Item]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return images, texts, labels, and the ids of captions that are shown and of others.
@@ -267,17 +304,22 @@ def _collate_evaluation(tokenizer: Callable[[list[str]], Tensor], items: Sequenc
 
 
 def read_batches(subject: str, loader: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches of a loader; a worker that was killed, perhaps for lack of memory, is a ``UserError``.
+    """Yield the batches of a loader, then log how many images were skipped.
+
+    A worker that was killed, perhaps for lack of memory, is a ``UserError``.
 
     Args:
         subject: the flag or the key of a configuration that names the data, for the message.
         loader: of training or evaluation.
     """
     batches = iter(loader)
+    dataset: Any = getattr(loader, "dataset", None)
     while True:
         try:
             batch = next(batches)
         except StopIteration:
+            if getattr(dataset, "on_error", None) == "skip" and (errors := dataset.describe_errors()):
+                logger.warning(f"{subject}: {errors}")
             return
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):

@@ -5,9 +5,10 @@ import glob
 import hashlib
 import os
 import posixpath
+import time
 import uuid
-from collections.abc import Iterator
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, TypeVar
 
 import filelock
 import fsspec
@@ -17,6 +18,12 @@ from fsspec.implementations.local import LocalFileSystem
 from vl_plugins.errors import UserError, is_network_error, reason, user_errors
 
 Url = str | os.PathLike
+Content = TypeVar("Content")
+
+# Seconds before a server that was too busy, or did not answer, is asked again.
+PAUSES = (0.5, 1.0, 2.0, 4.0)
+# Answers of HTTP that another try may change: a timeout, too many requests, errors of the server.
+BUSY = {408, 429, *range(500, 600)}
 
 # Workers of a loader are forked. There older versions of fsspec, such as 2025.3, wait for a thread of the parent,
 # forever.
@@ -40,11 +47,39 @@ def locate(url: Url) -> tuple[Any, str]:
     return files, path
 
 
+def is_transient(error: Any) -> bool:
+    """Return whether another try may succeed: a server is busy, or a connection has failed."""
+    if isinstance(error, FileNotFoundError) and error.__cause__ is not None:  # fsspec's, of whatever went wrong
+        return is_transient(error.__cause__)
+    status = getattr(error, "status", None)
+    if status is not None:
+        return status in BUSY
+    return isinstance(error, (TimeoutError, ConnectionError)) or is_network_error(error)
+
+
+def with_retries(read: Callable[[], Content]) -> Content:
+    """Return what a function reads, which is called again after growing pauses while its errors are transient."""
+    for pause in PAUSES:
+        try:
+            return read()
+        except Exception as error:
+            if not is_transient(error):
+                raise
+        time.sleep(pause)
+    return read()
+
+
+def check_answer(url: Url, error: Exception) -> None:
+    """Raise :class:`UserError` if a file seems to be missing because a server does not answer."""
+    if is_transient(error):
+        raise UserError(f"cannot read {os.fspath(url)}: {reason(error)}") from error
+
+
 def read_bytes(url: Url) -> bytes:
     """Return the content of a file; raise :class:`UserError` if it cannot be read."""
     with file_errors("read", url):
         files, path = locate(url)
-        return files.cat_file(path)
+        return with_retries(lambda: files.cat_file(path))
 
 
 def exists(url: Url) -> bool:
@@ -52,8 +87,10 @@ def exists(url: Url) -> bool:
     with file_errors("look for", url):
         files, path = locate(url)
         try:
-            return files.info(path)["type"] == "file"  # `exists` and `isfile` would start to download an HTTP file
-        except (FileNotFoundError, NotADirectoryError):
+            # `exists` and `isfile` would start to download an HTTP file.
+            return with_retries(lambda: files.info(path))["type"] == "file"
+        except (FileNotFoundError, NotADirectoryError) as error:
+            check_answer(url, error)
             return False
 
 

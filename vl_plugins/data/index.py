@@ -13,9 +13,10 @@ import math
 import os
 import posixpath
 import re
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import fsspec
@@ -25,9 +26,21 @@ from braceexpand import braceexpand
 from fsspec.asyn import AsyncFileSystem
 
 from vl_plugins.data.captions import RejectedImage, caption_hash, hash64
-from vl_plugins.data.files import exists, file_errors, join, locate, sha256, write_complete
+from vl_plugins.data.files import (
+    PAUSES,
+    check_answer,
+    exists,
+    file_errors,
+    is_transient,
+    join,
+    locate,
+    names,
+    sha256,
+    with_retries,
+    write_complete,
+)
 from vl_plugins.data.samples import TEXTS, Record, input_of, parse_record, parse_sample, scan
-from vl_plugins.errors import UserError, user_errors
+from vl_plugins.errors import UserError, reason, user_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,30 +116,40 @@ def write_index(shard: str, head: IndexHead, records: Sequence[Record]) -> None:
         stream.write(msgspec.json.Encoder().encode_lines(records))
 
 
-def read_head(shard: str) -> IndexHead:
-    """Return the first line of a shard's index; without an index it is made from the archive.
+def read_head(shard: str, on_error: str = "raise") -> IndexHead:
+    """Return the first line of a shard's index; without an index it is made from the archive, see :func:`scan_shard`.
 
     Raises:
         UserError, OSError: the shard or the index cannot be read; or the shard is not that which the index was made of.
     """
     try:
-        with _open_index(shard) as stream:
-            head = HEAD_DECODER.decode(stream.readline())
-    except NO_INDEX:
-        return scan_shard(shard)[0]
+        head = with_retries(lambda: _read_index_head(shard))
+    except NO_INDEX as error:
+        check_answer(index_file(shard), error)
+        return scan_shard(shard, on_error)[0]
     if (size := _size(shard)) != head.size:
         raise UserError(f"{shard} has {size:,} bytes, but its index says {head.size:,}; {RENEW}")
     return head
 
 
-def read_records(shard: str) -> list[Record]:
-    """Return the names and captions in a shard; errors are those of :func:`read_head`."""
+def read_records(shard: str, on_error: str = "raise") -> list[Record]:
+    """Return the names and captions in a shard; arguments and errors are those of :func:`read_head`."""
     try:
-        with _open_index(shard) as stream:
-            stream.readline()
-            return msgspec.json.Decoder(Record).decode_lines(stream.read())
-    except NO_INDEX:
-        return scan_shard(shard)[1]
+        return with_retries(lambda: _read_index_records(shard))
+    except NO_INDEX as error:
+        check_answer(index_file(shard), error)
+        return scan_shard(shard, on_error)[1]
+
+
+def _read_index_head(shard: str) -> IndexHead:
+    with _open_index(shard) as stream:
+        return HEAD_DECODER.decode(stream.readline())
+
+
+def _read_index_records(shard: str) -> list[Record]:
+    with _open_index(shard) as stream:
+        stream.readline()
+        return msgspec.json.Decoder(Record).decode_lines(stream.read())
 
 
 @contextlib.contextmanager
@@ -136,9 +159,14 @@ def _open_index(shard: str) -> Iterator[BinaryIO]:
         yield stream
 
 
-def scan_shard(shard: str) -> tuple[IndexHead, list[Record]]:
-    """Make the index of a shard from its headers and texts, without ``sha256``; errors as :func:`read_head`."""
-    records, starts, sizes, only_txt = [], [], [], 0
+def scan_shard(shard: str, on_error: str = "raise") -> tuple[IndexHead, list[Record]]:
+    """Make the index of a shard from its headers and texts, without ``sha256``; errors as :func:`read_head`.
+
+    Args:
+        shard: path or URL.
+        on_error: ``"skip"`` leaves out samples without captions, which the index lists as ``rejected``.
+    """
+    records, starts, sizes, rejected, only_txt = [], [], [], [], 0
     # A damaged header can ask for any amount of memory.
     damage = user_errors(f"cannot read {shard}, it is damaged or compressed", MemoryError)
     with damage, fsspec.open(shard, "rb") as stream:
@@ -146,11 +174,14 @@ def scan_shard(shard: str) -> tuple[IndexHead, list[Record]]:
             try:
                 records.append(parse_record(sample.key, sample.members))
             except UserError as error:
-                raise UserError(f"cannot read {shard}: {sample.key}: {error}") from error
+                if on_error == "raise":
+                    raise UserError(f"cannot read {shard}: {sample.key}: {error}") from error
+                rejected.append(RejectedImage(f"{shard}: {sample.key}", "", str(error)))
+                continue
             only_txt += b'"captions"' not in sample.members.get("json", b"")
             starts.append(sample.start)
             sizes.append(sample.end - sample.start)
-    return make_head(records, starts, sizes, size=_size(shard), only_txt=only_txt), records
+    return make_head(records, starts, sizes, size=_size(shard), rejected=rejected, only_txt=only_txt), records
 
 
 class IndexedShard(NamedTuple):
@@ -158,10 +189,13 @@ class IndexedShard(NamedTuple):
 
     state: str
     images: int
+    rejected: list[RejectedImage]
 
 
-def index_shard(shard: str) -> IndexedShard:
+def index_shard(shard: str, on_error: str = "raise") -> IndexedShard:
     """Write the index of a shard, unless it has one that is right.
+
+    With ``on_error="skip"``, samples without captions are left out, and listed in the index.
 
     The shard is read as a whole. An index of the writer that is replaced loses what only the writer knows: what the
     shard was made of, and which images were left out.
@@ -169,13 +203,13 @@ def index_shard(shard: str) -> IndexedShard:
     Raises:
         UserError, OSError: the shard cannot be read, or the index cannot be written.
     """
-    head, records = scan_shard(shard)
+    head, records = scan_shard(shard, on_error)
     head.sha256 = sha256(shard)
     has_index = exists(index_file(shard))
     if has_index and _is_index_right(shard, head, records):
-        return IndexedShard("unchanged", len(records))
+        return IndexedShard("unchanged", len(records), head.rejected)
     write_index(shard, head, records)
-    return IndexedShard("rewritten" if has_index else "new", len(records))
+    return IndexedShard("rewritten" if has_index else "new", len(records), head.rejected)
 
 
 def _is_index_right(shard: str, head: IndexHead, records: Sequence[Record]) -> bool:
@@ -185,14 +219,15 @@ def _is_index_right(shard: str, head: IndexHead, records: Sequence[Record]) -> b
         written_records = read_records(shard)
     except (UserError, OSError):  # it is damaged, or of a shard of another size
         return False
-    of_shard_alone = msgspec.structs.replace(written, fingerprint="", rejected=[])
-    return of_shard_alone == head and written_records == records
+    if written.fingerprint:  # what only the writer knows
+        written = msgspec.structs.replace(written, fingerprint="", rejected=head.rejected)
+    return written == head and written_records == records
 
 
 def _size(url: str) -> int:
     with file_errors("read", url):
         files, path = locate(url)
-        return files.size(path)
+        return with_retries(lambda: files.size(path))
 
 
 def expand_braces(pattern: str) -> list[str]:
@@ -206,20 +241,70 @@ def expand_braces(pattern: str) -> list[str]:
     raise ValueError(f"it names more than {MOST_SHARDS:,} shards")
 
 
+def split_of(shard: str) -> str:
+    """Return the name of a shard without its number, or ``shards`` for names such as img2dataset's.
+
+    >>> split_of("s3://bucket/coco-train-000000.tar"), split_of("00000.tar")
+    ('coco-train', 'shards')
+    """
+    return re.sub(r"[-_.]?[0-9]*\.tar$", "", posixpath.basename(shard)) or "shards"
+
+
+def shards_in(folder: str, pattern: str = "[!.]*.tar") -> list[str]:
+    """Return the shards in a folder, sorted.
+
+    Raises:
+        UserError: there are none, or those of several splits.
+    """
+    shards = [join(folder, name) for name in names(folder, pattern)]
+    if not shards:
+        raise UserError(f"{join(folder, pattern)}: there are no such shards")
+    patterns: dict[str, str] = {}
+    for shard in shards:
+        split = split_of(shard)
+        name = posixpath.basename(shard)
+        if split not in patterns:
+            patterns[split] = shard
+        elif name.startswith(split):
+            separator = name[len(split)]
+            patterns[split] = join(folder, f"{split}{separator if separator in '-_.' else ''}*.tar")
+        else:  # img2dataset's are numbers
+            patterns[split] = join(folder, "[0-9]*.tar")
+    if len(patterns) > 1:
+        listed = ", ".join(map(repr, patterns.values()))
+        raise UserError(f"{join(folder, pattern)} are shards of several splits: choose {listed}")
+    return shards
+
+
+def _shards_of(part: str) -> list[str]:
+    """Return the shards of a part of a pattern: a folder, a name with ``*``, or a name with braces."""
+    folder, name = posixpath.split(part)
+    if "*" in name or "?" in name:
+        return shards_in(folder, name)
+    if part and not part.endswith(".tar"):
+        files, path = locate(part)
+        if files.isdir(path):
+            return shards_in(part)
+    return [shard for shard in expand_braces(part) if shard]
+
+
 def expand_shards(pattern: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
     """Return the shards that a pattern stands for.
 
     Args:
-        pattern: a path or URL of fsspec (``s3://``, ``https://``), with ranges such as
-            ``coco-train-{000000..000113}.tar``; several of them joined by ``::``; or a list of single shards.
+        pattern: a path or URL of fsspec (``s3://``, ``https://``): a folder of the shards of one split; a name with
+            ``*``, such as ``shards/coco-train-*.tar``, or with ranges, such as ``coco-train-{000000..000113}.tar``;
+            several of them joined by ``::``; or a list of single shards.
 
     Raises:
-        UserError: the pattern is malformed or names no shard; a shard does not exist or is named twice; or they are in
-            different file systems.
+        UserError: the pattern is malformed or names no shard, or a folder has shards of several splits; a shard does
+            not exist or is named twice; or they are in different file systems.
     """
+    shards = []
     with user_errors(f"the shard pattern {pattern!r}"):
         if isinstance(pattern, (str, os.PathLike)):
-            shards = [shard for part in os.fspath(pattern).split("::") for shard in expand_braces(part) if shard]
+            for part in os.fspath(pattern).split("::"):
+                shards += _shards_of(part)
         else:
             shards = [os.fspath(shard) for shard in pattern]
     # Links to a local shard have one device and inode.
@@ -234,18 +319,19 @@ def expand_shards(pattern: str | os.PathLike | Sequence[str | os.PathLike]) -> l
     return shards
 
 
-def read_collection(shards: str | os.PathLike | Sequence[str | os.PathLike]) -> "Collection":
+def read_collection(shards: str | os.PathLike | Sequence[str | os.PathLike], on_error: str = "raise") -> "Collection":
     """Read where the images of shards are, from the indexes beside the shards or else from the shards.
 
     Args:
         shards: as for :func:`expand_shards`.
+        on_error: ``"skip"`` leaves out samples without captions in the shards of other programs.
 
     Raises:
         UserError: a shard does not exist or cannot be read, an image in it has no captions, or there are no images.
     """
     shards = expand_shards(shards)
     with user_errors(f"indexes of {shards[0]}, ..."), ThreadPoolExecutor(AT_A_TIME) as pool:
-        collection = Collection(shards, pool.map(read_head, shards))
+        collection = Collection(shards, pool.map(partial(read_head, on_error=on_error), shards), on_error)
     if not len(collection):
         raise UserError(f"the shards hold no images: {shards[0]}, ...")
     return collection
@@ -259,6 +345,7 @@ class Collection:
     Args:
         shards: paths or URLs.
         heads: first lines of their indexes; consumed one at a time.
+        on_error: with which the heads were read.
 
     Attributes:
         shards: paths or URLs.
@@ -268,10 +355,12 @@ class Collection:
         caption_hashes: (C,) int64, see :func:`~vl_plugins.data.captions.caption_hash`.
         labels: (I,) int64: the index of each image, or that of the first image of its group.
         only_txt: number of images without a list of captions, whose only caption is ``txt``.
+        rejected: samples of other programs' shards that were left out.
     """
 
-    def __init__(self, shards: Sequence[str], heads: Iterable[IndexHead]):
-        self.shards, self.only_txt = tuple(shards), 0
+    def __init__(self, shards: Sequence[str], heads: Iterable[IndexHead], on_error: str = "raise"):
+        self.shards, self.on_error, self.only_txt = tuple(shards), on_error, 0
+        self.rejected: list[RejectedImage] = []
         images, starts, sizes, counts, captions, groups = [0], [], [], [], [], []
         for head in heads:
             images.append(images[-1] + len(head.starts))
@@ -281,6 +370,8 @@ class Collection:
             captions.append(np.frombuffer(head.captions, dtype=HASHES))
             groups.append(np.frombuffer(head.groups or bytes(HASHES.itemsize * len(head.starts)), dtype=HASHES))
             self.only_txt += head.only_txt
+            if not head.fingerprint:
+                self.rejected += head.rejected
         self.first_image = np.array(images)
         self.starts, self.sizes = np.concatenate(starts), np.concatenate(sizes)
         self.caption_hashes = np.concatenate(captions)
@@ -309,8 +400,30 @@ class Collection:
         return [self.shards[index] for index in np.searchsorted(self.first_image, images, side="right") - 1]
 
     def read(self, images: Sequence[int]) -> list[bytes | Exception]:
-        """Return the bytes of each image's files in its shard, with headers, or the error; all are read at a time."""
-        if not len(images):
+        """Return the bytes of each image's files in its shard, with headers, or the error.
+
+        Behind URLs all images are read at the same time, and those that fail for want of an answer again.
+
+        Raises:
+            UserError: a server does not answer, however often it is asked. This is no error of an image.
+        """
+        contents = self._read_once(images)
+        for pause in PAUSES:
+            failed = [place for place, content in enumerate(contents) if is_transient(content)]
+            if not failed:
+                return contents
+            time.sleep(pause)
+            again = self._read_once([images[place] for place in failed])
+            for place, content in zip(failed, again, strict=True):
+                contents[place] = content
+        for image, content in zip(images, contents, strict=True):
+            if isinstance(content, Exception) and is_transient(content):
+                tries = len(PAUSES) + 1
+                raise UserError(f"cannot read {self.shard_of([image])[0]}, in {tries} tries: {reason(content)}")
+        return contents
+
+    def _read_once(self, images: Sequence[int]) -> list[bytes | Exception]:
+        if len(images) == 0:
             return []
         files, _ = locate(self.shards[0])  # that of this process
         paths = [files._strip_protocol(shard) for shard in self.shard_of(images)]
@@ -350,7 +463,8 @@ class Collection:
             UserError: a shard or its index cannot be read or has changed.
         """
         with ThreadPoolExecutor(AT_A_TIME) as pool:
-            records = [record for part in pool.map(read_records, self.shards) for record in part]
+            parts = pool.map(partial(read_records, on_error=self.on_error), self.shards)
+            records = [record for part in parts for record in part]
         if [len(record.captions) for record in records] != self.captions_per_image.tolist():
             raise UserError(f"the shards have changed since they were opened: {self.shards[0]}, ...")
         return records

@@ -1,7 +1,5 @@
 """What is in shards: statistics, and whether it is what was written and can be decoded."""
 
-import posixpath
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -13,7 +11,7 @@ from tqdm import tqdm
 
 from vl_plugins.data.engines import run_jobs
 from vl_plugins.data.files import sha256
-from vl_plugins.data.index import HASHES, Collection, read_head, read_records, scan_shard
+from vl_plugins.data.index import HASHES, Collection, read_head, read_records, scan_shard, split_of
 from vl_plugins.data.limits import MAX_IMAGE_PIXELS, check_max_image_pixels
 from vl_plugins.data.out_of_core import count_repeats
 from vl_plugins.data.samples import check_input
@@ -21,15 +19,6 @@ from vl_plugins.errors import UserError
 from vl_plugins.tables import printable
 
 READ_TOGETHER = 100  # images
-
-
-def split_of(shard: str) -> str:
-    """Return the name of a shard without its number, or ``shards`` for names such as img2dataset's.
-
-    >>> split_of("s3://bucket/coco-train-000000.tar"), split_of("00000.tar")
-    ('coco-train', 'shards')
-    """
-    return re.sub(r"[-_.]?[0-9]*\.tar$", "", posixpath.basename(shard)) or "shards"
 
 
 def inspect_shards(shards: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -10,12 +10,13 @@ from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 from PIL.ImageFile import ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
+from vl_plugins.data.captions import is_blank
 from vl_plugins.data.limits import MAX_IMAGE_PIXELS
 from vl_plugins.errors import UserError, one_of, user_errors
 
@@ -31,6 +32,8 @@ NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
 META_NAME = re.compile(r"__[^/]*__($|/)")
 # PIL's name of a format -> extension.
 IMAGE_EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
+
+UPRIGHT, ON_ITS_SIDE = 1, (5, 6, 7, 8)  # orientations of EXIF
 
 # PIL's modes that `convert("RGB")`, which readers of shards call, turns into what a viewer shows. Of 16 bits it keeps
 # values up to 255 and makes all others white.
@@ -121,22 +124,35 @@ def parse_record(key: str, members: Mapping[str, bytes]) -> Record:
     """Return the names and captions of a sample: the captions of ``json``, or else ``txt`` as the only one.
 
     Raises:
-        UserError: there are no captions, or something else in place of these or other fields.
+        UserError: there are no captions, or something else in place of other fields.
     """
     with user_errors("its json or txt is not valid", TypeError, AttributeError):
-        found = json.loads(members.get("json", b"{}").decode("utf-8-sig"))
-        if not isinstance(found, dict) or "captions" not in found:  # of another program
-            found = {"captions": [members["txt"].decode()]} if "txt" in members else {}
-        if not (captions := found.get("captions")):
-            raise UserError("it has no captions; expected a list of strings 'captions' in json, or txt")
-        image_id, ids = found.get("image_id", key), found.get("caption_ids")
+        metadata = json.loads(members.get("json", b"{}").decode("utf-8-sig"))
+        captions = texts_of(metadata)
+        if not captions:  # of another program
+            metadata, captions = {}, [members.get("txt", b"").decode("utf-8-sig")]
+        if all(map(is_blank, captions)):
+            raise UserError(
+                "it has no captions; expected a list of strings 'captions' in json, or txt; it has "
+                f"{', '.join(sorted(members))}"
+            )
+        image_id, ids = metadata.get("image_id", key), metadata.get("caption_ids")
         if not isinstance(ids, list) or len(ids) != len(captions):
             ids = [f"{image_id}#{number}" for number in range(len(captions))]
         fields = {"key": key, "captions": captions, "image_id": image_id, "caption_ids": ids}
-        fields |= {name: found.get(name) for name in ("dataset", "split", "group")}
+        for name in ("dataset", "split", "group"):
+            fields[name] = metadata.get(name)
         record = msgspec.convert(fields, Record)
         msgspec.json.encode(record)  # which finds half a character, as JSON can have it
     return record
+
+
+def texts_of(metadata: Any) -> list[str]:
+    """Return the captions in the ``json`` of a sample; none if it has something else than a list of texts."""
+    captions = metadata.get("captions") if isinstance(metadata, dict) else None
+    if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
+        return []
+    return captions
 
 
 def check_input(members: Mapping[str, bytes], max_image_pixels: int = MAX_IMAGE_PIXELS) -> None:
@@ -158,7 +174,14 @@ def decode(members: Mapping[str, bytes], inputs: str = "images", max_image_pixel
     if inputs == "features":
         return decode_features(data)
     with open_image(data, max_image_pixels) as image:
-        return image.convert("RGB")
+        if orientation_of(image) == UPRIGHT:
+            return image.convert("RGB")
+        return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def orientation_of(image: ImageFile) -> int:
+    """Return how a viewer turns a picture, 1 to 8, which cameras write into it; :data:`UPRIGHT` if it does not."""
+    return image.getexif().get(ExifTags.Base.Orientation, UPRIGHT)
 
 
 def input_of(members: Mapping[str, bytes], inputs: str = "images") -> bytes:
@@ -237,6 +260,8 @@ def inspect_image(
 ) -> tuple[str, int, int]:
     """Find out whether readers of shards can use an image; return ``"jpg"``, ``"png"`` or ``"webp"``, width, height.
 
+    Width and height are those that a viewer shows.
+
     Args:
         data: content of an image file.
         decode: False takes a JPEG with a readable header and its end mark to be whole, which is many times faster and
@@ -252,10 +277,13 @@ def inspect_image(
             extension = IMAGE_EXTENSIONS[str(image.format)]
             if decode or extension != "jpg" or not data.endswith(b"\xff\xd9"):
                 image.load()
+            width, height = image.size
+            if orientation_of(image) in ON_ITS_SIDE:
+                width, height = height, width
     except UserError:
         raise
     except Exception as error:  # decoders of damaged files raise nearly anything
         raise UserError(f"the image is damaged: {error}") from error
     if image.mode not in READABLE_MODES:
         raise UserError(f"its pixels have more than 8 bits per channel ({image.mode}); convert them")
-    return extension, *image.size
+    return extension, width, height

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from vl_plugins.data.captions import CaptionedImage, RejectedImage, normalize_caption
+from vl_plugins.data.captions import CaptionedImage, RejectedImage, is_blank, normalize_caption
 from vl_plugins.data.files import read_bytes
 from vl_plugins.data.out_of_core import KeyedRows, Row, group_rows
 from vl_plugins.errors import UserError, user_errors
@@ -67,7 +67,7 @@ def _check_row(row: Row, first: Row) -> None:
         raise UserError(f"its split, image id or group is not that of {first.place}, but rows of one image must agree")
     if row.file in (None, "") or row.image_id == "" or str(row.file).isspace():
         raise UserError("its path or image id is blank")
-    if not row.captions or not all(isinstance(caption, str) and caption.strip() for caption in row.captions):
+    if not row.captions or not all(isinstance(caption, str) and not is_blank(caption) for caption in row.captions):
         raise UserError("it has no captions, or a blank one; every image needs at least one")
 
 
