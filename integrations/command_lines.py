@@ -14,6 +14,7 @@ from vl_plugins.errors import MALFORMED_CONTENT, UserError, all_values, require,
 __all__ = [
     "CommandParser",
     "KeyValues",
+    "add_caption_lines",
     "add_max_image_pixels",
     "find_config",
     "key_value",
@@ -62,6 +63,17 @@ def add_max_image_pixels(parser: Any) -> None:
         metavar="N",
         default=MAX_IMAGE_PIXELS,
         help="pictures of more pixels count as unreadable, and are not decoded; 0: no limit (default: %(default)s)",
+    )
+
+
+def add_caption_lines(parser: Any) -> None:
+    """Add ``--caption-lines`` to a parser or a group of its options."""
+    parser.add_argument(
+        "--caption-lines",
+        choices=("auto", "yes", "no"),
+        default="auto",
+        help="whether each line of a .txt in other programs' shards is a caption; auto: if every .txt has several "
+        "lines, as CLIP_benchmark's have (default: %(default)s)",
     )
 
 

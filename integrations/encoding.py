@@ -11,7 +11,7 @@ from torch import nn
 from tqdm import tqdm
 
 import vl_plugins
-from vl_plugins.data import Collection, EvaluationBatch, ShardDataset, evaluation_loader
+from vl_plugins.data import Collection, EvaluationBatch, ShardDataset, evaluation_loader, read_collection
 from vl_plugins.data.files import sha256
 from vl_plugins.data.limits import MAX_IMAGE_PIXELS
 from vl_plugins.distributed import world_size
@@ -32,6 +32,7 @@ def encode_checkpoint(
     workers: int = 1,
     device: str | torch.device = "cpu",
     precision: str = "fp32",
+    caption_lines: str = "auto",
     max_image_pixels: int = MAX_IMAGE_PIXELS,
     **options: Any,
 ) -> Features | None:
@@ -43,6 +44,7 @@ def encode_checkpoint(
         shards: as for :func:`vl_plugins.data.expand_shards`.
         batch_size: images in a batch.
         workers: loader processes.
+        caption_lines: see :func:`vl_plugins.data.read_collection`.
         max_image_pixels: see :class:`vl_plugins.data.ShardDataset`.
 
     Returns:
@@ -54,7 +56,8 @@ def encode_checkpoint(
     file = find_checkpoint(checkpoint)
     loaded, transform, tokenizer = load_model(file, model, device=device, precision=precision, **options)
     inputs = getattr(loaded, "inputs", "images")
-    dataset = ShardDataset(shards, transform, tokenizer, inputs=inputs, max_image_pixels=max_image_pixels)
+    collection = read_collection(shards, caption_lines=caption_lines)
+    dataset = ShardDataset(collection, transform, tokenizer, inputs=inputs, max_image_pixels=max_image_pixels)
     processes = world_size()
     rank = dist.get_rank() if processes > 1 else 0
     batches = evaluation_loader(dataset, batch_size, workers=workers, rank=rank, world_size=processes)
@@ -65,7 +68,6 @@ def encode_checkpoint(
     encoded = _gather_batches(encoded)
     if rank:
         return None
-    collection = dataset.collection
     description = {
         "model": model,
         "checkpoint": str(file),

@@ -185,7 +185,8 @@ def read_splits(args: Namespace) -> dict[str, Collection]:
                     check_shards(flag(split), path)
                 continue
             if reader is host_data.get_wds_dataset:
-                collection = read_collection(path, args.on_error if split == "train_data" else "raise")
+                on_error = args.on_error if split == "train_data" else "raise"
+                collection = read_collection(path, on_error, args.caption_lines)
                 if split == "train_data" or not collection.only_txt:
                     found[split] = collection
             elif reader is host_data.get_csv_dataset and split == "train_data":

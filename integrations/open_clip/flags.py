@@ -13,6 +13,7 @@ from vl_plugins.errors import UserError, one_of, require, user_errors
 from vl_plugins.integrations.command_lines import (
     CommandParser,
     KeyValues,
+    add_caption_lines,
     add_max_image_pixels,
     find_config,
     read_yaml,
@@ -177,6 +178,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="shuffle shards, and images within windows of N, so that reads are close to each other (default: all "
         "images together)",
     )
+    add_caption_lines(group)
     group.add_argument(
         "--on-error",
         choices=("skip", "raise"),

@@ -43,6 +43,7 @@ class DataConfig:
         chunk_size: images that are encoded at a time, to save memory; see
             :func:`vl_plugins.encoders.encode_in_chunks`. None encodes the whole batch.
         workers: loader processes of each process.
+        caption_lines: ``"yes"``, ``"no"`` or ``"auto"``, see :func:`vl_plugins.data.read_collection`.
         samples_per_epoch: images in an epoch of all processes; by default those of ``train``.
         shuffle_window: shuffle shards, and images within windows of so many; by default all images together.
         prefetch_factor: batches that each loader process reads ahead; by default torch's.
@@ -59,6 +60,7 @@ class DataConfig:
     batch_size: int = 128
     chunk_size: int | None = None
     workers: int = 4
+    caption_lines: str = "auto"
     samples_per_epoch: int | None = None
     shuffle_window: int | None = None
     prefetch_factor: int | None = None

@@ -5,7 +5,7 @@ import logging
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from vl_plugins.data import CaptionSampler, Draw, ShardDataset, evaluation_loader, training_loader
+from vl_plugins.data import CaptionSampler, Draw, ShardDataset, evaluation_loader, read_collection, training_loader
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, config_errors
 from vl_plugins.integrations.pytorch_metric_learning.two_towers import TwoTowers
 
@@ -68,13 +68,14 @@ def trial_batch(dataset: ShardDataset) -> tuple[Tensor, ...]:
 def _dataset(config: Config, shards: str, towers: TwoTowers, *, is_train: bool) -> ShardDataset:
     transform = towers.image.trunk.image_transform(is_train)
     data = config.data
+    on_error = (data.on_read_error or data.on_error) if is_train else "raise"
     with config_errors("data"):
         return ShardDataset(
-            shards,
+            read_collection(shards, on_error, data.caption_lines),
             transform,
             towers.tokenizer,
             inputs=data.inputs,
-            on_error=(data.on_read_error or data.on_error) if is_train else "raise",
+            on_error=on_error,
             max_errors=data.max_errors,
             max_image_pixels=data.max_image_pixels,
         )

@@ -109,7 +109,7 @@ def build_towers(config: Config, vocabulary: Vocabulary | None, *, pretrained: b
         name, options = split(config.text.trunk)
     if name == "gru":
         if vocabulary is None:
-            captions = read_collection(config.data.train).captions
+            captions = read_collection(config.data.train, "skip", config.data.caption_lines).captions
             with config_errors("text.vocabulary"):
                 vocabulary = Vocabulary.from_captions(captions, **config.text.vocabulary)
         path = options.get("word_vectors")

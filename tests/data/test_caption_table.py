@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from open_clip_train.data import CsvDataset
 
 from vl_plugins.data import CaptionedImage, Columns, RejectedImage, read_table
+from vl_plugins.data.captions import is_blank
 from vl_plugins.data.out_of_core import shuffled
 from vl_plugins.errors import UserError
 
@@ -225,7 +226,7 @@ def test_an_image_is_rejected_with_all_rows_and_its_id_stays_free(write, rows, l
 TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1)
 # What has a meaning in tables, more often than by chance.
 SIGNS = st.lists(st.sampled_from(['"', "'", "\n", "\r", "\r\n", "\t", ",", ";", "\\", "é", "\u2028", "\ufeff", "a"]))
-CAPTIONS = (TEXTS | SIGNS.map("".join)).filter(str.strip)
+CAPTIONS = (TEXTS | SIGNS.map("".join)).filter(lambda text: not is_blank(text))
 
 
 def test_parquet_is_named(tmp_path):

@@ -14,8 +14,9 @@ from PIL import Image
 
 from tests.helpers.archives import encode_archive, encode_picture, read_archive
 from tests.helpers.numbered_shards import write_captioned, write_numbered
+from vl_plugins.cli import main
 from vl_plugins.data import expand_shards, read_collection
-from vl_plugins.data.index import index_file, read_head, scan_shard, write_index
+from vl_plugins.data.index import has_caption_lines, index_file, index_shard, read_head, scan_shard, write_index
 from vl_plugins.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:failed to import `ujson`")
@@ -219,6 +220,71 @@ def header(size, **attributes):
     for name, value in attributes.items():
         setattr(member, name, value)
     return member.tobuf(tarfile.GNU_FORMAT)
+
+
+FIVE_LINES = "\n".join(f"caption {number}" for number in range(5))
+
+
+class TestCaptionsInLines:
+    """In the txt of other programs, such as CLIP_benchmark."""
+
+    @pytest.fixture
+    def shards(self, tmp_path):
+        """Two shards whose texts have five lines, with a blank one."""
+        shards = []
+        for number in range(2):
+            members = [(f"s{number}.jpg", b""), (f"s{number}.txt", f"\ufeff{FIVE_LINES}\r\n \n")]
+            shards.append(write_tar(tmp_path / f"{number}.tar", members))
+        return shards
+
+    @pytest.mark.parametrize(("rule", "captions"), [("auto", 5), ("yes", 5), ("no", 1)])
+    @pytest.mark.parametrize("index", [None, "auto", "no", "yes"])
+    def test_each_line_is_a_caption_if_all_texts_have_several(self, shards, rule, captions, index):
+        """An index that was written by another rule does not count."""
+        if index is not None:
+            for shard in shards:
+                index_shard(shard, has_lines=has_caption_lines(shards, index))
+        collection = read_collection(shards, caption_lines=rule)
+        assert collection.captions_per_image.tolist() == [captions] * 2
+        assert collection.only_txt == (2 if captions == 1 else 0)
+        if captions == 5:
+            assert collection.captions == [f"caption {number}" for number in range(5)] * 2
+            assert collection.caption_ids[:2] == ["s0#0", "s0#1"]
+        for image, data in enumerate(collection.read([0, 1])):
+            record, _ = collection.parse(image, data)
+            assert len(record.captions) == captions
+
+    def test_a_text_of_one_line_leaves_all_as_they_are(self, shards, tmp_path):
+        """As alt-text with line breaks."""
+        shards.append(write_tar(tmp_path / "2.tar", [("a.jpg", b""), ("a.txt", "one line")]))
+        assert read_collection(shards).captions_per_image.tolist() == [1, 1, 1]
+        assert read_collection(shards, caption_lines="yes").captions_per_image.tolist() == [5, 5, 1]
+
+    def test_lists_of_captions_have_no_say(self, shards, tmp_path):
+        listed = [("a.jpg", b""), ("a.json", {"captions": ["one", "two"]}), ("a.txt", "one")]
+        collection = read_collection([*shards, write_tar(tmp_path / "2.tar", listed)])
+        assert collection.captions_per_image.tolist() == [5, 5, 2]
+
+    def test_an_index_of_0_3_is_read_anew(self, shards):
+        """It does not say whether texts have lines."""
+        for shard in shards:
+            head, records = scan_shard(shard)
+            head.text_lines = None
+            write_index(shard, head, records)
+        assert read_collection(shards).captions_per_image.tolist() == [5, 5]
+
+    def test_the_commands(self, shards, capsys):
+        assert main(["shards", "info", *shards]) == 0
+        (statistics,) = json.loads(capsys.readouterr().out).values()
+        assert (statistics["images"], statistics["captions"]) == (2, 10)
+        assert main(["shards", "info", *shards, "--caption-lines", "no"]) == 0
+        (statistics,) = json.loads(capsys.readouterr().out).values()
+        assert statistics["captions"] == 2
+        assert main(["shards", "index", *shards]) == 0
+        assert "indexes: 2 new" in capsys.readouterr().out
+        assert main(["shards", "index", *shards]) == 0
+        assert "indexes: 0 new, 0 rewritten, 2 unchanged" in capsys.readouterr().out
+        assert read_head(shards[0]).has_lines
 
 
 class TestArchives:

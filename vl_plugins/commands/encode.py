@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from vl_plugins.errors import number
-from vl_plugins.integrations.command_lines import add_max_image_pixels
+from vl_plugins.integrations.command_lines import add_caption_lines, add_max_image_pixels
 
 __all__ = ["add_options", "encode", "positive", "register", "run"]
 
@@ -41,6 +41,7 @@ def add_options(parser: Any) -> None:
     add("--workers", type=int, metavar="N", default=1, help="loader processes (default: %(default)s)")
     add("--device", help="cpu, cuda, cuda:1, ... for models (default: cuda if available)")
     add("--precision", default="fp32", help="as in open_clip: fp32, bf16, amp_bf16, ... (default: %(default)s)")
+    add_caption_lines(parser)
     add_max_image_pixels(parser)
 
 
@@ -72,7 +73,7 @@ def encode(arguments: argparse.Namespace, checkpoints: list[str]) -> list[Any]:
     from vl_plugins.integrations.encoding import encode_checkpoint
 
     own_device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
-    names = ("model", "model_config", "batch_size", "workers", "precision", "max_image_pixels")
+    names = ("model", "model_config", "batch_size", "workers", "precision", "caption_lines", "max_image_pixels")
     options = {name: getattr(arguments, name) for name in names} | {"device": arguments.device or own_device}
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # set by torchrun
         # gloo gathers embeddings in CPU memory: on the GPU, all of them may not fit beside a model.

@@ -133,7 +133,7 @@ def _features(arguments: argparse.Namespace, runs: Sequence[tuple[str, str]]) ->
     if shards:
         from vl_plugins.data import read_collection
 
-        collection = read_collection(shards)  # before torch is imported
+        collection = read_collection(shards, caption_lines=arguments.caption_lines)  # before torch is imported
     from vl_plugins.retrieval.features import load_features
     from vl_plugins.retrieval.protocols import check_images
 

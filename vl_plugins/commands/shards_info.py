@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from vl_plugins.errors import UserError
-from vl_plugins.integrations.command_lines import add_max_image_pixels
+from vl_plugins.integrations.command_lines import add_caption_lines, add_max_image_pixels
 from vl_plugins.tables import printable
 
 __all__ = ["add_engine", "print_rejected", "register"]
@@ -22,6 +22,7 @@ def register(actions: argparse._SubParsersAction) -> None:
         parser.add_argument("shards", nargs="+", metavar="SHARDS", help=shards)
         if run is not _info:
             add_engine(parser, "read")
+        add_caption_lines(parser)
         if run is _index:
             skip = "stop at a sample without captions, or leave it out (default: %(default)s)"
             parser.add_argument("--on-error", choices=("raise", "skip"), default="raise", help=skip)
@@ -57,12 +58,13 @@ def _find_shards(arguments: argparse.Namespace) -> list[str]:
 
 def _index(arguments: argparse.Namespace) -> int:
     from vl_plugins.data.engines import run_jobs
-    from vl_plugins.data.index import index_shard
+    from vl_plugins.data.index import has_caption_lines, index_shard
 
     shards = _find_shards(arguments)
     counts = dict.fromkeys(("new", "rewritten", "unchanged"), 0)
     images, rejected = 0, []
-    index = partial(index_shard, on_error=arguments.on_error)
+    has_lines = has_caption_lines(shards, arguments.caption_lines)
+    index = partial(index_shard, on_error=arguments.on_error, has_lines=has_lines)
     for indexed in run_jobs(index, shards, arguments.workers, arguments.engine):
         counts[indexed.state] += 1
         images += indexed.images
@@ -90,6 +92,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         workers=arguments.workers,
         executor=arguments.engine,
         max_image_pixels=arguments.max_image_pixels,
+        caption_lines=arguments.caption_lines,
     )
     for problem in problems:
         print(problem)
@@ -101,7 +104,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _info(arguments: argparse.Namespace) -> int:
     from vl_plugins.data import inspect_shards
 
-    print(json.dumps(inspect_shards(_find_shards(arguments)), indent=2))
+    print(json.dumps(inspect_shards(_find_shards(arguments), arguments.caption_lines), indent=2))
     return 0
 
 

@@ -9,6 +9,8 @@ have none, unless ``vl-plugins shards index`` wrote one: they are scanned, heade
 import contextlib
 import copy
 import itertools
+import json
+import logging
 import math
 import os
 import posixpath
@@ -39,17 +41,30 @@ from vl_plugins.data.files import (
     with_retries,
     write_complete,
 )
-from vl_plugins.data.samples import TEXTS, Record, input_of, parse_record, parse_sample, scan
-from vl_plugins.errors import UserError, reason, user_errors
+from vl_plugins.data.samples import (
+    TEXTS,
+    Record,
+    has_several_lines,
+    input_of,
+    parse_record,
+    parse_sample,
+    scan,
+    texts_of,
+)
+from vl_plugins.errors import UserError, one_of, reason, user_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 INDEX_FOLDER = "__index__"  # `datasets` passes over such folders
 RENEW = "write the shards again, or their indexes with `vl-plugins shards index`"
 HASHES = np.dtype("<i8")
 # Enough for the first line of most indexes; file systems behind URLs would read more at once.
 BLOCK_BYTES = 1 << 18
+# Whether each line of a txt is a caption, by the option caption_lines.
+RULES = {"yes": True, "no": False, "auto": None}
 # S3 calls a missing file forbidden where listing is.
 NO_INDEX = (FileNotFoundError, PermissionError)
 # Files that are looked for or read at a time, which behind URLs takes as long as one.
@@ -70,6 +85,8 @@ class IndexHead(msgspec.Struct, kw_only=True, omit_defaults=True):
         starts, sizes, captions: as the arrays of a :class:`Collection`; ``counts`` of captions by image.
         groups: (I,) int64, a hash of each image's data set and group, 0 without a group; empty if no image has one.
         only_txt: number of images without a list of captions in their ``json``, whose only caption is their ``txt``.
+        text_lines: number of images without such a list whose ``txt`` has several lines; unknown in an index of 0.3.
+        has_lines: each line of these is a caption.
     """
 
     size: int
@@ -82,6 +99,13 @@ class IndexHead(msgspec.Struct, kw_only=True, omit_defaults=True):
     captions: bytes
     groups: bytes = b""
     only_txt: int = 0
+    text_lines: int | None = None
+    has_lines: bool = False
+
+    @property
+    def single_texts(self) -> int:
+        """Number of images whose captions are those of a ``txt`` with a single line."""
+        return self.only_txt - (0 if self.has_lines else self.text_lines or 0)
 
 
 HEAD_DECODER = msgspec.json.Decoder(IndexHead)  # made once, because threads read the indexes of many shards
@@ -116,8 +140,10 @@ def write_index(shard: str, head: IndexHead, records: Sequence[Record]) -> None:
         stream.write(msgspec.json.Encoder().encode_lines(records))
 
 
-def read_head(shard: str, on_error: str = "raise") -> IndexHead:
+def read_head(shard: str, on_error: str = "raise", has_lines: bool | None = None) -> IndexHead:
     """Return the first line of a shard's index; without an index it is made from the archive, see :func:`scan_shard`.
+
+    An index that was made by another rule than ``has_lines``, if that is given, does not count.
 
     Raises:
         UserError, OSError: the shard or the index cannot be read; or the shard is not that which the index was made of.
@@ -126,19 +152,32 @@ def read_head(shard: str, on_error: str = "raise") -> IndexHead:
         head = with_retries(lambda: _read_index_head(shard))
     except NO_INDEX as error:
         check_answer(index_file(shard), error)
-        return scan_shard(shard, on_error)[0]
+        return scan_shard(shard, on_error, bool(has_lines))[0]
     if (size := _size(shard)) != head.size:
         raise UserError(f"{shard} has {size:,} bytes, but its index says {head.size:,}; {RENEW}")
+    if not _has_rule(head, has_lines):
+        return scan_shard(shard, on_error, bool(has_lines))[0]
     return head
 
 
-def read_records(shard: str, on_error: str = "raise") -> list[Record]:
+def _has_rule(head: IndexHead, has_lines: bool | None) -> bool:
+    """Return whether an index tells captions apart as asked for; None asks for any rule, but it must be known."""
+    has_texts = head.only_txt > 0 or bool(head.text_lines)
+    if not has_texts:
+        return True
+    return head.text_lines is not None and has_lines in (None, head.has_lines)
+
+
+def read_records(shard: str, on_error: str = "raise", has_lines: bool | None = None) -> list[Record]:
     """Return the names and captions in a shard; arguments and errors are those of :func:`read_head`."""
     try:
-        return with_retries(lambda: _read_index_records(shard))
+        head, records = with_retries(lambda: _read_index_records(shard))
     except NO_INDEX as error:
         check_answer(index_file(shard), error)
-        return scan_shard(shard, on_error)[1]
+        return scan_shard(shard, on_error, bool(has_lines))[1]
+    if not _has_rule(head, has_lines):
+        return scan_shard(shard, on_error, bool(has_lines))[1]
+    return records
 
 
 def _read_index_head(shard: str) -> IndexHead:
@@ -146,10 +185,10 @@ def _read_index_head(shard: str) -> IndexHead:
         return HEAD_DECODER.decode(stream.readline())
 
 
-def _read_index_records(shard: str) -> list[Record]:
+def _read_index_records(shard: str) -> tuple[IndexHead, list[Record]]:
     with _open_index(shard) as stream:
-        stream.readline()
-        return msgspec.json.Decoder(Record).decode_lines(stream.read())
+        head = HEAD_DECODER.decode(stream.readline())
+        return head, msgspec.json.Decoder(Record).decode_lines(stream.read())
 
 
 @contextlib.contextmanager
@@ -159,29 +198,38 @@ def _open_index(shard: str) -> Iterator[BinaryIO]:
         yield stream
 
 
-def scan_shard(shard: str, on_error: str = "raise") -> tuple[IndexHead, list[Record]]:
+def scan_shard(shard: str, on_error: str = "raise", has_lines: bool = False) -> tuple[IndexHead, list[Record]]:
     """Make the index of a shard from its headers and texts, without ``sha256``; errors as :func:`read_head`.
 
     Args:
         shard: path or URL.
         on_error: ``"skip"`` leaves out samples without captions, which the index lists as ``rejected``.
+        has_lines: each line of a ``txt`` is a caption.
     """
-    records, starts, sizes, rejected, only_txt = [], [], [], [], 0
+    records, starts, sizes, rejected = [], [], [], []
+    only_txt = text_lines = 0
     # A damaged header can ask for any amount of memory.
     damage = user_errors(f"cannot read {shard}, it is damaged or compressed", MemoryError)
     with damage, fsspec.open(shard, "rb") as stream:
         for sample in scan(stream, TEXTS):
             try:
-                records.append(parse_record(sample.key, sample.members))
+                records.append(parse_record(sample.key, sample.members, has_lines))
             except UserError as error:
                 if on_error == "raise":
                     raise UserError(f"cannot read {shard}: {sample.key}: {error}") from error
                 rejected.append(RejectedImage(f"{shard}: {sample.key}", "", str(error)))
                 continue
-            only_txt += b'"captions"' not in sample.members.get("json", b"")
+            metadata = sample.members.get("json", b"")
+            if b'"captions"' not in metadata or not texts_of(json.loads(metadata.decode("utf-8-sig"))):
+                has_several = has_several_lines(sample.members)
+                text_lines += has_several
+                only_txt += not (has_lines and has_several)
             starts.append(sample.start)
             sizes.append(sample.end - sample.start)
-    return make_head(records, starts, sizes, size=_size(shard), rejected=rejected, only_txt=only_txt), records
+    facts: dict[str, Any] = {"rejected": rejected, "only_txt": only_txt}
+    if only_txt > 0 or text_lines > 0:
+        facts |= {"text_lines": text_lines, "has_lines": has_lines}
+    return make_head(records, starts, sizes, size=_size(shard), **facts), records
 
 
 class IndexedShard(NamedTuple):
@@ -192,10 +240,8 @@ class IndexedShard(NamedTuple):
     rejected: list[RejectedImage]
 
 
-def index_shard(shard: str, on_error: str = "raise") -> IndexedShard:
-    """Write the index of a shard, unless it has one that is right.
-
-    With ``on_error="skip"``, samples without captions are left out, and listed in the index.
+def index_shard(shard: str, on_error: str = "raise", has_lines: bool = False) -> IndexedShard:
+    """Write the index of a shard, unless it has one that is right; see :func:`scan_shard` for the arguments.
 
     The shard is read as a whole. An index of the writer that is replaced loses what only the writer knows: what the
     shard was made of, and which images were left out.
@@ -203,7 +249,7 @@ def index_shard(shard: str, on_error: str = "raise") -> IndexedShard:
     Raises:
         UserError, OSError: the shard cannot be read, or the index cannot be written.
     """
-    head, records = scan_shard(shard, on_error)
+    head, records = scan_shard(shard, on_error, has_lines)
     head.sha256 = sha256(shard)
     has_index = exists(index_file(shard))
     if has_index and _is_index_right(shard, head, records):
@@ -319,22 +365,55 @@ def expand_shards(pattern: str | os.PathLike | Sequence[str | os.PathLike]) -> l
     return shards
 
 
-def read_collection(shards: str | os.PathLike | Sequence[str | os.PathLike], on_error: str = "raise") -> "Collection":
+def read_collection(
+    shards: str | os.PathLike | Sequence[str | os.PathLike], on_error: str = "raise", caption_lines: str = "auto"
+) -> "Collection":
     """Read where the images of shards are, from the indexes beside the shards or else from the shards.
 
     Args:
         shards: as for :func:`expand_shards`.
         on_error: ``"skip"`` leaves out samples without captions in the shards of other programs.
+        caption_lines: whether each line of a ``.txt`` is a caption, ``"yes"`` or ``"no"``; ``"auto"``: yes, if each
+            ``.txt`` of the shards has at least two lines that are not blank, as CLIP_benchmark writes them. Samples
+            with a list of captions in their ``.json`` need none.
 
     Raises:
         UserError: a shard does not exist or cannot be read, an image in it has no captions, or there are no images.
     """
     shards = expand_shards(shards)
-    with user_errors(f"indexes of {shards[0]}, ..."), ThreadPoolExecutor(AT_A_TIME) as pool:
-        collection = Collection(shards, pool.map(partial(read_head, on_error=on_error), shards), on_error)
-    if not len(collection):
+    has_lines = RULES[one_of("caption_lines", caption_lines, RULES)]
+    collection = _read_collection(shards, on_error, has_lines)
+    if has_lines is None and not collection.has_one_rule:
+        has_lines = collection.text_lines > 0 and collection.single_texts == 0
+        collection = _read_collection(shards, on_error, has_lines)
+    if len(collection) == 0:
         raise UserError(f"the shards hold no images: {shards[0]}, ...")
+    if collection.has_lines and caption_lines == "auto":
+        logger.info(
+            f"each line of a .txt is a caption, {len(collection.caption_hashes):,} of {len(collection):,} images; "
+            "--caption-lines no takes each text for one"
+        )
     return collection
+
+
+def has_caption_lines(shards: Sequence[str], caption_lines: str = "auto") -> bool:
+    """Return the rule of :func:`read_collection` for shards, of which some may be damaged."""
+    has_lines = RULES[one_of("caption_lines", caption_lines, RULES)]
+    if has_lines is not None:
+        return has_lines
+    text_lines = single_texts = 0
+    for shard in shards:
+        with contextlib.suppress(UserError, OSError):
+            head = read_head(shard, "skip")
+            text_lines += head.text_lines or 0
+            single_texts += head.single_texts
+    return text_lines > 0 and single_texts == 0
+
+
+def _read_collection(shards: list[str], on_error: str, has_lines: bool | None) -> "Collection":
+    read = partial(read_head, on_error=on_error, has_lines=has_lines)
+    with user_errors(f"indexes of {shards[0]}, ..."), ThreadPoolExecutor(AT_A_TIME) as pool:
+        return Collection(shards, pool.map(read, shards), on_error)
 
 
 class Collection:
@@ -356,10 +435,14 @@ class Collection:
         labels: (I,) int64: the index of each image, or that of the first image of its group.
         only_txt: number of images without a list of captions, whose only caption is ``txt``.
         rejected: samples of other programs' shards that were left out.
+        has_lines: each line of a ``txt`` is a caption.
+        text_lines, single_texts: number of images whose captions are those of ``txt``, with several lines and with one.
     """
 
     def __init__(self, shards: Sequence[str], heads: Iterable[IndexHead], on_error: str = "raise"):
         self.shards, self.on_error, self.only_txt = tuple(shards), on_error, 0
+        self.text_lines = self.single_texts = 0
+        rules = set()
         self.rejected: list[RejectedImage] = []
         images, starts, sizes, counts, captions, groups = [0], [], [], [], [], []
         for head in heads:
@@ -370,8 +453,15 @@ class Collection:
             captions.append(np.frombuffer(head.captions, dtype=HASHES))
             groups.append(np.frombuffer(head.groups or bytes(HASHES.itemsize * len(head.starts)), dtype=HASHES))
             self.only_txt += head.only_txt
+            if head.text_lines is not None:
+                rules.add(head.has_lines)
+                self.text_lines += head.text_lines
+                self.single_texts += head.single_texts
             if not head.fingerprint:
                 self.rejected += head.rejected
+        self.has_lines = True in rules
+        # Whether the heads follow the rule that "auto" stands for.
+        self.has_one_rule = rules <= {self.text_lines > 0 and self.single_texts == 0}
         self.first_image = np.array(images)
         self.starts, self.sizes = np.concatenate(starts), np.concatenate(sizes)
         self.caption_hashes = np.concatenate(captions)
@@ -449,7 +539,7 @@ class Collection:
         if isinstance(data, Exception):
             raise data
         sample = parse_sample(data)
-        record = parse_record(sample.key, sample.members)
+        record = parse_record(sample.key, sample.members, self.has_lines)
         first, end = self.first_caption[image : image + 2]
         if [*map(caption_hash, record.captions)] != self.caption_hashes[first:end].tolist():
             raise UserError("its captions are not those of the index; write the index or the shards again")
@@ -463,7 +553,8 @@ class Collection:
             UserError: a shard or its index cannot be read or has changed.
         """
         with ThreadPoolExecutor(AT_A_TIME) as pool:
-            parts = pool.map(partial(read_records, on_error=self.on_error), self.shards)
+            read = partial(read_records, on_error=self.on_error, has_lines=self.has_lines)
+            parts = pool.map(read, self.shards)
             records = [record for part in parts for record in part]
         if [len(record.captions) for record in records] != self.captions_per_image.tolist():
             raise UserError(f"the shards have changed since they were opened: {self.shards[0]}, ...")

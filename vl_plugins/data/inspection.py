@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from vl_plugins.data.engines import run_jobs
 from vl_plugins.data.files import sha256
-from vl_plugins.data.index import HASHES, Collection, read_head, read_records, scan_shard, split_of
+from vl_plugins.data.index import HASHES, Collection, has_caption_lines, read_head, read_records, scan_shard, split_of
 from vl_plugins.data.limits import MAX_IMAGE_PIXELS, check_max_image_pixels
 from vl_plugins.data.out_of_core import count_repeats
 from vl_plugins.data.samples import check_input
@@ -21,8 +21,12 @@ from vl_plugins.tables import printable
 READ_TOGETHER = 100  # images
 
 
-def inspect_shards(shards: Sequence[str]) -> dict[str, dict[str, Any]]:
+def inspect_shards(shards: Sequence[str], caption_lines: str = "auto") -> dict[str, dict[str, Any]]:
     """Return statistics of each split, ready for JSON, from the indexes of its shards.
+
+    Args:
+        shards: paths or URLs.
+        caption_lines: see :func:`~vl_plugins.data.index.read_collection`.
 
     A split is what :func:`split_of` returns. Its statistics are numbers of ``shards``, ``images`` and ``captions``;
     numbers of images by ``captions_per_image``; and ``repeated_captions``, which several images have: their ``number``
@@ -35,14 +39,17 @@ def inspect_shards(shards: Sequence[str]) -> dict[str, dict[str, Any]]:
     splits = defaultdict(list)
     for shard in shards:
         splits[split_of(shard)].append(shard)
-    return {name: _describe(of_split) for name, of_split in splits.items()}
+    statistics = {}
+    for name, of_split in splits.items():
+        statistics[name] = _describe(of_split, has_caption_lines(of_split, caption_lines))
+    return statistics
 
 
-def _describe(shards: Sequence[str]) -> dict[str, Any]:
+def _describe(shards: Sequence[str], has_lines: bool) -> dict[str, Any]:
     images: Counter[int] = Counter()  # by number of captions
 
     def captions() -> Iterator[np.ndarray]:
-        for head in run_jobs(read_head, shards):
+        for head in run_jobs(partial(read_head, has_lines=has_lines), shards):
             images.update(head.counts)
             owners = np.repeat(np.arange(len(head.counts)), head.counts)
             hashes = np.stack([owners, np.frombuffer(head.captions, HASHES)])
@@ -68,6 +75,7 @@ def verify_shards(
     *,
     workers: int | None = None,
     executor: Any = None,
+    caption_lines: str = "auto",
     max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> tuple[int, int, list[str]]:
     """Compare shards with their indexes, and decode all pictures and arrays; without an index they are only decoded.
@@ -75,6 +83,7 @@ def verify_shards(
     Args:
         shards: paths or URLs.
         workers, executor: see :func:`~vl_plugins.data.engines.run_jobs`; a job is a shard.
+        caption_lines: see :func:`~vl_plugins.data.index.read_collection`.
         max_image_pixels: a picture with more pixels is a problem, and is not decoded; 0 sets no limit.
 
     Returns:
@@ -83,7 +92,9 @@ def verify_shards(
     Raises:
         UserError: ``max_image_pixels`` is negative.
     """
-    verify = partial(_verify_shard, max_image_pixels=check_max_image_pixels(max_image_pixels))
+    has_lines = has_caption_lines(shards, caption_lines)
+    check_max_image_pixels(max_image_pixels)
+    verify = partial(_verify_shard, has_lines=has_lines, max_image_pixels=max_image_pixels)
     results = run_jobs(verify, shards, workers, executor)
     samples, captions, problems = 0, 0, []
     for shard, found in zip(shards, tqdm(results, "verify", len(shards), unit="shard", disable=None), strict=True):
@@ -92,18 +103,18 @@ def verify_shards(
     return samples, captions, problems
 
 
-def _verify_shard(shard: str, max_image_pixels: int) -> tuple[int, int, list[str]]:
+def _verify_shard(shard: str, has_lines: bool, max_image_pixels: int) -> tuple[int, int, list[str]]:
     """Return the numbers of samples and usable captions of a shard, and its problems."""
     problems, captions = [], 0
     try:
-        head = read_head(shard)
-        scanned, records = scan_shard(shard)
+        head = read_head(shard, has_lines=has_lines)
+        scanned, records = scan_shard(shard, has_lines=has_lines)
         if head.sha256 and head.sha256 != sha256(shard):
             problems.append("it is not what was written: its index has another SHA-256")
         places = msgspec.structs.replace(head, sha256="", fingerprint="", rejected=[])
         if not records:
             problems.append("it has no samples")
-        if not problems and (places, read_records(shard)) != (scanned, records):
+        if not problems and (places, read_records(shard, has_lines=has_lines)) != (scanned, records):
             problems.append("its index is that of other images")
     except (UserError, OSError) as error:
         return 0, 0, [str(error)]

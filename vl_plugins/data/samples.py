@@ -120,8 +120,13 @@ def parse_sample(data: bytes) -> Sample:
     return samples[0]
 
 
-def parse_record(key: str, members: Mapping[str, bytes]) -> Record:
-    """Return the names and captions of a sample: the captions of ``json``, or else ``txt`` as the only one.
+def parse_record(key: str, members: Mapping[str, bytes], has_lines: bool = False) -> Record:
+    """Return the names and captions of a sample: the captions of ``json``, or else those of ``txt``.
+
+    Args:
+        key: of the sample.
+        members: its files by extension.
+        has_lines: each line of ``txt`` is a caption; otherwise the text is one.
 
     Raises:
         UserError: there are no captions, or something else in place of other fields.
@@ -130,7 +135,8 @@ def parse_record(key: str, members: Mapping[str, bytes]) -> Record:
         metadata = json.loads(members.get("json", b"{}").decode("utf-8-sig"))
         captions = texts_of(metadata)
         if not captions:  # of another program
-            metadata, captions = {}, [members.get("txt", b"").decode("utf-8-sig")]
+            metadata, text = {}, members.get("txt", b"").decode("utf-8-sig")
+            captions = lines_of(text) if has_lines else [text]
         if all(map(is_blank, captions)):
             raise UserError(
                 "it has no captions; expected a list of strings 'captions' in json, or txt; it has "
@@ -145,6 +151,16 @@ def parse_record(key: str, members: Mapping[str, bytes]) -> Record:
         record = msgspec.convert(fields, Record)
         msgspec.json.encode(record)  # which finds half a character, as JSON can have it
     return record
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the lines of a text that are not blank."""
+    return [line.strip() for line in text.splitlines() if not is_blank(line)]
+
+
+def has_several_lines(members: Mapping[str, bytes]) -> bool:
+    """Return whether the ``txt`` of a sample has several lines that are not blank."""
+    return len(lines_of(members.get("txt", b"").decode("utf-8-sig", "replace"))) > 1
 
 
 def texts_of(metadata: Any) -> list[str]:
