@@ -25,6 +25,8 @@ from vl_plugins.data import (
     read_collection,
     training_loader,
 )
+from vl_plugins.data.caption_table import read_csv
+from vl_plugins.data.captions import is_blank
 from vl_plugins.data.files import read_bytes
 from vl_plugins.data.index import Collection, expand_braces, make_head
 from vl_plugins.data.randomness import derived_seed, seed_everything
@@ -117,20 +119,51 @@ class TrainingData:
 class Table(Collection):
     """The images of open_clip's CSV data: rows of one image path are one image with several captions.
 
+    Texts are texts, also ``NA`` and ``None``, which pandas takes for missing values. Rows without a path or a caption
+    are left out.
+
     Args:
         file: path or URL.
         args: with open_clip's ``csv_separator``, ``csv_img_key`` and ``csv_caption_key``.
+
+    Attributes:
+        rows: number of rows.
+        incomplete: lines of the rows that were left out.
+
+    Raises:
+        UserError: a row has more or fewer fields than there are columns, or there is no complete row.
     """
 
     def __init__(self, file: str, args: Namespace):
-        rows = pandas.read_csv(file, sep=args.csv_separator)[[args.csv_img_key, args.csv_caption_key]]
         captions: dict[str, list[str]] = {}
-        for path, caption in rows.astype(str).itertuples(index=False):
-            captions.setdefault(path, []).append(caption)
-        records = [Record(path, tuple(texts), path, tuple(range(len(texts)))) for path, texts in captions.items()]
+        self.rows, self.incomplete = 0, list[int]()
+        table = read_csv(file, args.csv_separator)
+        next(table)  # the names of the columns, which have been checked
+        for line, values in table:
+            if None in values:
+                raise UserError(f"line {line}: {values[None]}")
+            self.rows += 1
+            path, caption = values[args.csv_img_key], values[args.csv_caption_key]
+            if is_blank(path) or is_blank(caption):
+                self.incomplete.append(line)
+            else:
+                captions.setdefault(path, []).append(caption)
+        if not captions:
+            raise UserError("it has no row with an image and a caption")
+        records = []
+        for path, texts in captions.items():
+            ids = tuple(f"{path}#{number}" for number in range(len(texts)))
+            records.append(Record(path, tuple(texts), path, ids))
         nowhere = [0] * len(records)
         super().__init__([file], [make_head(records, nowhere, nowhere, size=0)])
         self.records = records
+
+    def describe(self) -> str:
+        text = f"{self.rows:,} rows, {super().describe()}"
+        if self.incomplete:
+            lines = ", ".join(map(str, self.incomplete[:5]))
+            text += f", left out for want of an image or a caption: {len(self.incomplete):,}, in lines {lines}"
+        return text
 
     def read(self, images: Sequence[int]) -> list[bytes | Exception]:
         return [b"" for _ in images]
@@ -189,7 +222,7 @@ def read_splits(args: Namespace) -> dict[str, Collection]:
                 collection = read_collection(path, on_error, args.caption_lines)
                 if split == "train_data" or not collection.only_txt:
                     found[split] = collection
-            elif reader is host_data.get_csv_dataset and split == "train_data":
+            elif reader is host_data.get_csv_dataset:
                 found[split] = Table(path, args)
             if args.head == "set" and split == "val_data" and split not in found:
                 raise UserError(f"--val-data {path}: to validate sets, give shards of `vl-plugins shards`")
@@ -266,6 +299,11 @@ def _training_data(args: Namespace, collection: Collection, transform: Callable,
         rank=args.rank,
         world_size=args.world_size,
     )
+    if is_master(args):
+        line = f"{args.train_data}: {collection.describe()}; {sampler.describe()}"
+        if isinstance(collection, Table) and collection.rows // sampler.global_batch != sampler.steps:
+            line += f", where open_clip's own reader takes {collection.rows // sampler.global_batch:,}"
+        logging.info(line)
     dataset = ShardDataset(
         collection,
         transform,

@@ -37,6 +37,7 @@ def make_training_loader(config: Config, towers: TwoTowers) -> DataLoader:
             samples_per_epoch=data.samples_per_epoch,
             shuffle_window=data.shuffle_window,
         )
+        logger.info(f"{data.train}: {dataset.collection.describe()}; {sampler.describe()}")
         return training_loader(dataset, sampler, workers=data.workers, prefetch_factor=data.prefetch_factor)
 
 

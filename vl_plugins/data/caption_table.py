@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import fsspec
 import msgspec
 
 from vl_plugins.data.out_of_core import KeyedRows, Row
@@ -119,7 +120,7 @@ def read_table(
     if not (val_fraction >= 0 and test_fraction >= 0 and val_fraction + test_fraction < 1):
         raise UserError("val_fraction and test_fraction must be at least 0, and below 1 together")
     with user_errors(str(file)):
-        table = _read_objects(file) if file.suffix.lower() == ".jsonl" else _read_csv(file)
+        table = _read_objects(file) if file.suffix.lower() == ".jsonl" else read_csv(file)
         _, names = next(table)
         found = (columns or Columns()).find([*names])
         if (val_fraction or test_fraction) and found.split is not None:
@@ -164,17 +165,20 @@ def _read_objects(file: Path) -> Table:
     yield from objects()
 
 
-def _read_csv(file: Path) -> Table:
+def read_csv(file: str | Path, delimiter: str | None = None) -> Table:
     """Yield a mapping with the column names, and then each row that is not empty, with the number of its first line.
 
-    A row of another length has the problem under None.
+    A row of another length has the problem under None. The delimiter is by default the first of :data:`DELIMITERS` that
+    the first line has.
     """
     # "sig": spreadsheets put a byte order mark first. "surrogateescape": to find the line that is not UTF-8.
-    with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
+    open_text = fsspec.open if "://" in str(file) else open
+    with open_text(str(file), "rt", encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         header = stream.readline()
         if header.startswith("PAR1"):
             raise UserError(f"{file} is Parquet, not text: give its folder to `vl-plugins shards hugging-face`")
-        delimiter = next((candidate for candidate in DELIMITERS if candidate in header), ",")
+        if delimiter is None:
+            delimiter = next((candidate for candidate in DELIMITERS if candidate in header), ",")
         options: dict[str, Any] = {"delimiter": delimiter, "strict": True}
         if delimiter[1:] == " ":
             options |= {"delimiter": delimiter[0], "skipinitialspace": True, "quoting": csv.QUOTE_NONE}

@@ -485,6 +485,13 @@ class Collection:
         """The number of captions of the image with the most."""
         return int(self.captions_per_image.max())
 
+    def describe(self) -> str:
+        """Return a part of a line for the log, such as ``"30 images with 1 to 5 captions"``."""
+        fewest, most = int(self.captions_per_image.min()), self.most_captions
+        if fewest < most:
+            return f"{len(self):,} images with {fewest} to {most} captions"
+        return f"{len(self):,} images with {most} caption{'s' if most > 1 else ''}"
+
     def shard_of(self, images: Sequence[int]) -> list[str]:
         """Return the shard of each image."""
         return [self.shards[index] for index in np.searchsorted(self.first_image, images, side="right") - 1]

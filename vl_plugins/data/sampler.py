@@ -104,6 +104,12 @@ class CaptionSampler(Sampler[Draw]):
         """Number of images that this process reads in an epoch."""
         return self.steps * self.batch_size
 
+    def describe(self) -> str:
+        """Return a part of a line for the log, such as ``"an epoch reads each image once, 3 steps"``."""
+        images = self.steps * self.global_batch
+        what = "each image once" if images == len(self.collection) else f"{images:,} images"
+        return f"an epoch reads {what}, {self.steps:,} steps"
+
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that the next iteration reads."""
         self._next_start = epoch * self.steps
