@@ -16,11 +16,11 @@ from vl_plugins.data.files import sha256
 from vl_plugins.data.limits import MAX_IMAGE_PIXELS
 from vl_plugins.distributed import world_size
 from vl_plugins.errors import MALFORMED_CONTENT, user_errors
-from vl_plugins.integrations.loading import AUTOCAST, INPUTS, load_model
+from vl_plugins.integrations.loading import AUTOCAST, INPUTS, find_checkpoint, load_model
 from vl_plugins.retrieval.features import Features, describe_similarity
 from vl_plugins.retrieval.protocols import evaluate
 
-__all__ = ["encode_checkpoint", "find_checkpoint", "hash_shards", "validate"]
+__all__ = ["encode_checkpoint", "hash_shards", "validate"]
 
 
 def encode_checkpoint(
@@ -40,7 +40,8 @@ def encode_checkpoint(
 
     Args:
         checkpoint, model, device, precision, options: as for :func:`vl_plugins.integrations.loading.load_model`; or
-            ``checkpoint`` is the folder of a run, see :func:`find_checkpoint`.
+            ``checkpoint`` is the folder of a run, see
+            :func:`~vl_plugins.integrations.loading.find_checkpoint`.
         shards: as for :func:`vl_plugins.data.expand_shards`.
         batch_size: images in a batch.
         workers: loader processes.
@@ -80,17 +81,6 @@ def encode_checkpoint(
     }
     ids = {"image_ids": collection.image_ids, "caption_ids": collection.caption_ids}
     return _features(loaded, encoded, description, **ids)
-
-
-def find_checkpoint(checkpoint: str | Path) -> str | Path:
-    """Return the checkpoint of a run folder: ``best.pt``, or the newest one; other names stay as they are."""
-    folder = Path(checkpoint)
-    if not folder.is_dir():
-        return checkpoint
-    # epoch_9, epoch_10, epoch_latest
-    epochs = sorted(folder.glob("checkpoints/epoch_*.pt"), key=lambda file: (len(file.name), file.name))
-    found = [file for file in (folder / "latest.pt", *epochs, folder / "best.pt") if file.is_file()]
-    return found[-1] if found else folder / "best.pt"
 
 
 def hash_shards(collection: Collection) -> str:

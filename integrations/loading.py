@@ -40,8 +40,9 @@ def load_model(
     training run, the model and the options that it was built with are read from the run's ``params.txt``.
 
     Args:
-        checkpoint: a file that a trainer wrote, a file of weights, a pretrained tag of ``model``, or a model with its
-            own weights: ``hf-hub:ORG/NAME``, ``local-dir:FOLDER``.
+        checkpoint: a file that a trainer wrote, or the folder of its run, see :func:`find_checkpoint`; a file of
+            weights, a pretrained tag of ``model``, or a model with its own weights: ``hf-hub:ORG/NAME``,
+            ``local-dir:FOLDER``.
         model: name of an open_clip model, or one of ``configs/models``; needed where the checkpoint specifies none. The
             name of a model of the hub or a folder must always be given: its tokenizer can run code.
         model_config: a model configuration file or a folder of them, for models that open_clip does not know; by
@@ -59,6 +60,7 @@ def load_model(
         MissingExtraError: the checkpoint needs open_clip, which is not installed.
     """
     one_of("precision", precision, PRECISIONS)  # open_clip takes any other for fp32
+    checkpoint = find_checkpoint(checkpoint)
     file, content = Path(checkpoint), None
     with user_errors(f"checkpoint {checkpoint}", *MALFORMED_CONTENT):
         if file.is_file() and file.suffix not in OTHER_FORMATS:
@@ -71,6 +73,17 @@ def load_model(
         host = importlib.import_module("vl_plugins.integrations.open_clip.checkpoints")
         model, transform, tokenizer = host.load_open_clip(checkpoint, content, model, model_config, device, precision)
         return model, transform, tokenizer
+
+
+def find_checkpoint(checkpoint: str | Path) -> str | Path:
+    """Return the checkpoint of a run folder: ``best.pt``, or the newest one; other names stay as they are."""
+    folder = Path(checkpoint)
+    if not folder.is_dir():
+        return checkpoint
+    # epoch_9, epoch_10, epoch_latest
+    epochs = sorted(folder.glob("checkpoints/epoch_*.pt"), key=lambda file: (len(file.name), file.name))
+    found = [file for file in (folder / "latest.pt", *epochs, folder / "best.pt") if file.is_file()]
+    return found[-1] if found else folder / "best.pt"
 
 
 def read_torch_file(file: str | os.PathLike) -> Any:

@@ -228,6 +228,14 @@ def test_the_launcher_takes_the_weights_as_pretrained(version):
     assert row["image_to_text_R@5"] == pytest.approx(metrics["image_to_text_R@5"])
 
 
+@pytest.mark.parametrize("version", ["0_3"])
+def test_a_run_folder_is_loaded_in_python(version):
+    """As `evaluate` takes it: the newest checkpoint."""
+    of_folder, _, _ = load_model("logs/learned")
+    of_file, _, _ = load_model("logs/learned/checkpoints/epoch_5.pt")
+    torch.testing.assert_close(of_folder.state_dict(), of_file.state_dict(), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("version", ["0_2"])
 def test_runs_of_two_towers_of_0_2_are_not_resumed(version, capsys):
     lines = Path("runs/pictures/config.yaml").read_text().splitlines(keepends=True)

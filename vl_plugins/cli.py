@@ -1,7 +1,9 @@
 """The ``vl-plugins`` command. Each module of :mod:`vl_plugins.commands` adds one subcommand."""
 
+import codecs
 import contextlib
 import importlib
+import io
 import os
 import sys
 import warnings
@@ -14,6 +16,9 @@ from vl_plugins.integrations.command_lines import CommandParser
 
 __all__ = ["main"]
 
+# What stands for signs that an output of ASCII, or of Windows, cannot encode; for others a question mark.
+SUBSTITUTES = "vl_plugins.substitutes"
+PLAIN_SIGNS = {"\N{MINUS SIGN}": "-", "\N{PLUS-MINUS SIGN}": "+/-", "\N{EN DASH}": "-"}
 COMMANDS = ("demo", "losses", "toy", "shards", "encode", "evaluate", "plot")
 
 
@@ -39,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     returns.
     """
     argv = sys.argv[1:] if argv is None else argv
+    codecs.register_error(SUBSTITUTES, _substitute)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=SUBSTITUTES)
     try:
         status = exit_status(" ".join(["vl-plugins", *argv[:1]]), lambda: _run(argv))
         sys.stdout.flush()
@@ -47,6 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return status
+
+
+def _substitute(error: UnicodeError) -> tuple[str, int]:
+    """Return what stands for characters that an output cannot encode, and where to go on."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    characters = error.object[error.start : error.end]
+    return "".join(PLAIN_SIGNS.get(character, "?") for character in characters), error.end
 
 
 def _run(argv: Sequence[str]) -> int:

@@ -16,8 +16,7 @@ from tests.helpers.processes import in_processes
 from vl_plugins.cli import main
 from vl_plugins.data import ShardDataset, read_collection
 from vl_plugins.distances import MatchProbability
-from vl_plugins.integrations.encoding import find_checkpoint
-from vl_plugins.integrations.loading import load_model
+from vl_plugins.integrations.loading import find_checkpoint, load_model
 from vl_plugins.integrations.open_clip.models import register_models
 from vl_plugins.retrieval import retrieval_metrics, similarity_ranks
 from vl_plugins.retrieval.features import load_features, save_features

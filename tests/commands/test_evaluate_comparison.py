@@ -2,6 +2,9 @@
 
 import csv
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -50,6 +53,22 @@ def run(folder, capsys):
         return printed.err if status else printed.out
 
     return run_command
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_an_output_without_minus_signs_gets_all_numbers(folder, encoding):
+    """As a file that Windows writes, or a terminal without a locale."""
+    command = [sys.executable, "-m", "vl_plugins.cli", "evaluate", "--features", "clip-0.npz", "other.npz"]
+    printed = {}
+    for name in ("utf-8", encoding):
+        environment = {**os.environ, "PYTHONIOENCODING": name}
+        finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True)
+        printed[name] = finished.stdout.decode(name)
+    assert "\N{MINUS SIGN}" in printed["utf-8"]
+    plain = printed["utf-8"].replace("\N{MINUS SIGN}", "-")
+    if encoding == "ascii":
+        plain = plain.replace("\N{PLUS-MINUS SIGN}", "+/-")
+    assert printed[encoding] == plain
 
 
 SEEDS = "clip=clip-0 clip=clip-1 clip=clip-2 unified=unified-0 unified=unified-1 unified=unified-2"

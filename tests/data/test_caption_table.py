@@ -217,7 +217,7 @@ def test_a_wrong_row_is_rejected(write, problem):
     ],
 )
 def test_an_image_is_rejected_with_all_rows_and_its_id_stays_free(write, rows, line, reason):
-    file = write(f"image,caption,split,id\n{rows}")
+    file = write(f"image,caption,split,image_id\n{rows}")
     rejected, image = read_table(file)
     assert (rejected.image, rejected.split, image.file) == (f"{file}: line {line} (a.jpg)", "val", "b.jpg")
     assert reason in rejected.reason
@@ -229,11 +229,48 @@ SIGNS = st.lists(st.sampled_from(['"', "'", "\n", "\r", "\r\n", "\t", ",", ";", 
 CAPTIONS = (TEXTS | SIGNS.map("".join)).filter(lambda text: not is_blank(text))
 
 
+@pytest.mark.parametrize(
+    ("rows", "image_ids", "caption_ids"),
+    [
+        (["7,a.jpg,x", "8,a.jpg,y", "9,b.jpg,z"], [0, 1], [(7, 8), (9,)]),
+        (["p,a.jpg,x", "q,a.jpg,y", "9,b.jpg,z"], [0, 1], [("p", "q"), ("9",)]),
+        (["7,a.jpg,x", "7,a.jpg,y", "9,b.jpg,z"], [7, 9], [(0, 1), (2,)]),
+        (["7,a.jpg,x", "9,b.jpg,z"], [7, 9], [(0,), (1,)]),
+    ],
+    ids=["captions", "captions, texts", "images", "one caption each"],
+)
+def test_an_id_is_that_of_the_caption_if_rows_of_an_image_differ_in_it(tmp_path, rows, image_ids, caption_ids):
+    (tmp_path / "t.csv").write_text("\n".join(["id,image,caption", *rows]))
+    images = list(read_table(tmp_path / "t.csv"))
+    assert [image.image_id for image in images] == image_ids
+    assert [image.caption_ids for image in images] == caption_ids
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"image": "https://x.org/a.jpg", "caption": "x"}, "its path is the URL https://x.org/a.jpg, which is not dow"),
+        ({"image": "a.jpg", "caption": {"en": "x", "de": "y"}}, "its caption is an object with the keys 'en', 'de'"),
+        ({"image": "a.jpg", "caption": "\u200b"}, "it has no captions, or a blank one"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, row, reason):
+    (tmp_path / "t.jsonl").write_text(json.dumps(row))
+    (rejected,) = read_table(tmp_path / "t.jsonl")
+    assert rejected.reason.startswith(reason)
+
+
+def test_an_id_column_that_is_named_is_that_of_images(tmp_path):
+    (tmp_path / "t.csv").write_text("id,image,caption\n7,a.jpg,x\n8,a.jpg,y")
+    (rejected,) = read_table(tmp_path / "t.csv", Columns(id="id"))
+    assert "its split, image id or group is not that of" in rejected.reason
+
+
 def test_parquet_is_named(tmp_path):
     file = tmp_path / "captions.csv"
     file.write_bytes(b"PAR1\x15\x04\x15\x80")
     with pytest.raises(
-        UserError, match=r"captions\.csv is Parquet, not text: give its folder to `vl-plugins shards hugging"
+        UserError, match=r"captions\.csv is Parquet, not text: `vl-plugins shards hugging-face` reads it"
     ):
         list(read_table(file))
 

@@ -146,6 +146,31 @@ def test_rows_without_an_image_or_a_caption_or_with_a_file_of_ones_own(items, tm
     assert rejected.image.startswith(f"{tmp_path}/set: train row 2 (")
 
 
+@pytest.mark.parametrize("kind", ["parquet", "saved", "saved splits"])
+def test_what_people_have_on_their_disk(items, tmp_path, kind, monkeypatch):
+    """A Parquet file, and what `save_to_disk` writes; no hub is asked."""
+    rows = [columns(item, "caption", "cocoid") for item in items[:3]]
+    dataset = datasets.Dataset.from_list(rows).cast_column("image", datasets.Image())
+    if kind == "parquet":
+        source = write_parquet(tmp_path, birds=rows) + "/birds-00000-of-00001.parquet"
+    elif kind == "saved":
+        source = str(tmp_path / "birds")
+        dataset.save_to_disk(source)
+    else:
+        source = str(tmp_path / "birds")
+        datasets.DatasetDict(train=dataset).save_to_disk(source)
+    monkeypatch.setattr("socket.socket.connect", lambda *arguments: pytest.fail("the hub is asked"))
+    images, files = read_hugging_face(source)
+    found = [(image.image_id, list(image.captions), image.split, files.read(image.file)) for image in images]
+    assert found == [(item["cocoid"], item["caption"], "train", item["image"]["bytes"]) for item in items[:3]]
+
+
+def test_a_file_of_another_kind_names_the_command(tmp_path):
+    (tmp_path / "birds.csv").write_text("image,caption")
+    with pytest.raises(UserError, match=r"birds\.csv is no Parquet file; `vl-plugins shards table` reads"):
+        read_hugging_face(str(tmp_path / "birds.csv"))
+
+
 def write_pictures(folder, rows, items):
     """Write a folder of pictures with a table; each row is a file's name, an id and a caption."""
     for (name, _, _), item in zip(rows, items, strict=False):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import unicodedata
 import uuid
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
@@ -594,3 +595,17 @@ class TestOtherReaders:
         assert loader.num_samples == 64
         texts = [text for _, batch in loader for text in batch]
         assert sorted(texts) == sorted(sample["captions"][0] for sample in read_samples(toy_shards))
+
+
+@pytest.mark.parametrize(("listed", "stored"), [("NFC", "NFD"), ("NFD", "NFC")])
+def test_names_of_files_may_be_composed_otherwise(tmp_path, listed, stored):
+    """An archive that was unpacked on a Mac has umlauts of two characters."""
+    name = "K\N{LATIN SMALL LETTER O WITH DIAERESIS}ln.png"
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / unicodedata.normalize(stored, name)).write_bytes(encode_picture())
+    files = FileFolder(tmp_path / "pictures")
+    file = unicodedata.normalize(listed, name)
+    assert files.read(file) == encode_picture()
+    assert files.state(file) is not None
+    with pytest.raises(UserError, match=r"cannot read '.*/K.ln.png ': No such file"):
+        files.read(f"{unicodedata.normalize('NFC', name)} ")

@@ -187,7 +187,7 @@ def _content(path: str) -> str:
     if arrays:  # a folder of features
         return " ".join(sha256(array) for array in arrays)
     if os.path.isdir(path):
-        from vl_plugins.integrations.encoding import find_checkpoint
+        from vl_plugins.integrations.loading import find_checkpoint
 
         checkpoint = find_checkpoint(path)
         return sha256(checkpoint) if os.path.isfile(checkpoint) else os.path.abspath(checkpoint)

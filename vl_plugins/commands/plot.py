@@ -85,8 +85,7 @@ def _attention(arguments: argparse.Namespace) -> None:
     from vl_plugins.data import read_collection
 
     collection = read_collection(arguments.shards)  # before torch is imported
-    from vl_plugins.integrations.encoding import find_checkpoint
-    from vl_plugins.integrations.loading import load_model
+    from vl_plugins.integrations.loading import find_checkpoint, load_model
     from vl_plugins.plots.attention import attended_images, plot_attention
 
     file = find_checkpoint(arguments.checkpoint)

@@ -29,7 +29,7 @@ SOURCES = {
         "table --annotations birds.csv --images pictures --out shards",
     ),
     HUB: (
-        "a data set of the Hugging Face hub or a local folder",
+        "a data set of the Hugging Face hub, a Parquet file or a local folder",
         "hugging-face nlphuji/flickr30k \\\n    --revision refs/convert/parquet --out shards",
         "hugging-face folder-of-parquet-files --out shards",
     ),
@@ -53,7 +53,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         source_parser = actions.add_parser(
             source,
             help=f"write {what}",
-            usage=f"%(prog)s{' NAME_OR_FOLDER' if source == HUB else ''} [options]",
+            usage=f"%(prog)s{' NAME_OR_PATH' if source == HUB else ''} [options]",
             examples=[f"vl-plugins shards {example}" for example in examples],
             description=f"Write {what} as WebDataset shards, which open_clip reads too. Run an interrupted command "
             "again to resume it.",
@@ -67,7 +67,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 def _add_reading_options(group: argparse._ArgumentGroup, source: str) -> None:
     add = group.add_argument
     if source == HUB:
-        add("name", metavar="NAME_OR_FOLDER", help="name on the hub, or a local folder")
+        add("name", metavar="NAME_OR_PATH", help="name on the hub, a Parquet file, or a local folder")
         add("--config", metavar="NAME", help="configuration (subset) of the data set")
         add("--revision", metavar="NAME", help="branch, tag or commit of the data set")
         files = "download only these files, such as test='data/test-*'"

@@ -19,7 +19,8 @@ from vl_plugins.data.sources import Images, join_rows
 from vl_plugins.errors import UserError, one_of, user_errors
 
 IMAGE_COLUMNS = ("image", "filepath", "file_name", "filename", "path", "image_path")
-ID_COLUMNS = ("image_id", "id")
+PLAIN_ID = "id"  # of images, unless rows of one image have different ones: then of captions
+ID_COLUMNS = ("image_id", PLAIN_ID)
 CAPTION_COLUMNS = ("caption", "captions", "sentences", "sentence", "text", "texts", "title", "txt")
 NUMBERED_CAPTIONS = re.compile(r"caption[_ ]?\d+")
 # Keys of the texts in an object: Karpathy's sentences, COCO's annotations, the .json of WebDataset tars.
@@ -37,7 +38,8 @@ class Columns:
         image: by default the first present of :data:`IMAGE_COLUMNS`.
         captions: by default the first present of :data:`CAPTION_COLUMNS`, and all of ``caption1``, ``caption_2``, ...
         split: by default ``split``, if present.
-        id: id of the image; by default the first present of :data:`ID_COLUMNS`, if any.
+        id: id of the image; by default the first present of :data:`ID_COLUMNS`, if any. Where nobody names it, and
+            rows of one image have different ``id``, it is that of the caption.
         group: ``group`` of the image; by default there are no groups.
     """
 
@@ -132,7 +134,9 @@ def read_table(
                 row = found.row(line, values, split_name)
                 if isinstance(row.file, str):
                     path = row.file.removeprefix(root)
-                    row.file = key = str(PurePosixPath(path)) if "./" in path or "//" in path else path
+                    if "://" not in path and ("./" in path or "//" in path):
+                        path = str(PurePosixPath(path))
+                    row.file = key = path
                 else:
                     key = f"{line}/"  # no path ends so
                 if val_fraction or test_fraction:
@@ -142,7 +146,9 @@ def read_table(
                     row.split = "test" if drawn < test_fraction else "val" if drawn >= 1 - val_fraction else split_name
                 yield key, row
 
-        yield from join_rows(rows(), label_of(file.stem) if dataset_name is None else dataset_name, f"{file}: line ")
+        has_plain_ids = found.id == PLAIN_ID and (columns is None or columns.id is None)
+        name = label_of(file.stem) if dataset_name is None else dataset_name
+        yield from join_rows(rows(), name, f"{file}: line ", has_plain_ids)
 
 
 Table = Iterator[tuple[int, dict[Any, Any]]]
@@ -176,7 +182,7 @@ def read_csv(file: str | Path, delimiter: str | None = None) -> Table:
     with open_text(str(file), "rt", encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         header = stream.readline()
         if header.startswith("PAR1"):
-            raise UserError(f"{file} is Parquet, not text: give its folder to `vl-plugins shards hugging-face`")
+            raise UserError(f"{file} is Parquet, not text: `vl-plugins shards hugging-face` reads it")
         if delimiter is None:
             delimiter = next((candidate for candidate in DELIMITERS if candidate in header), ",")
         options: dict[str, Any] = {"delimiter": delimiter, "strict": True}

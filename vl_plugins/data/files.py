@@ -188,8 +188,11 @@ def file_errors(action: str, url: Url) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        name = os.fspath(url)
+        if name != name.strip():
+            name = repr(name)
         if is_network_error(error):
-            raise UserError(f"cannot {action} {os.fspath(url)}: {reason(error)}") from error
+            raise UserError(f"cannot {action} {name}: {reason(error)}") from error
         if not isinstance(error, (OSError, RuntimeError)):
             raise
         # The zip writer of torch.save raises a RuntimeError after the OSError of the file, or Ctrl-C.
@@ -199,4 +202,4 @@ def file_errors(action: str, url: Url) -> Iterator[None]:
         if not isinstance(cause, OSError):
             raise
         text = cause.strerror or str(cause) or type(cause).__name__
-        raise UserError(f"cannot {action} {os.fspath(url)}: {text}") from error
+        raise UserError(f"cannot {action} {name}: {text}") from error

@@ -1,4 +1,4 @@
-"""Image-caption data sets of the Hugging Face hub, and local folders of Parquet files, images or WebDataset tars."""
+"""Image-caption data sets of the Hugging Face hub, Parquet files, and local folders of what its library knows."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from vl_plugins.data.caption_table import Columns, label_of
+from vl_plugins.data.caption_table import PLAIN_ID, Columns, label_of
 from vl_plugins.data.files import read_bytes
 from vl_plugins.data.out_of_core import KeyedRows
 from vl_plugins.data.sources import Images, join_rows
@@ -16,6 +16,7 @@ from vl_plugins.errors import UserError, require, user_errors
 ID_COLUMNS = ("image_id", "cocoid", "img_id", "imgid", "filename", "file_name", "id", "__key__")
 FILE_NAME_COLUMNS = ("filename", "file_name")
 ROWS_TOGETHER = 1000
+SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` writes
 
 
 class HubFiles:
@@ -60,8 +61,9 @@ def read_hugging_face(
     file, or with equal bytes. Caption ids are running numbers.
 
     Args:
-        name: name on the hub, such as ``"jxie/coco_captions"``, or a local folder of Parquet files, of images with
-            ``metadata.csv``, of WebDataset tars, or of whatever else the library knows.
+        name: name on the hub, such as ``"jxie/coco_captions"``; or a Parquet file; or a local folder of Parquet files,
+            of images with ``metadata.csv``, of WebDataset tars, of ``save_to_disk``, or of whatever else the library
+            knows.
         columns: which column holds what. By default images are in the column of that type, and ids of images in the
             first present of :data:`ID_COLUMNS`; without any, each row is an image. Without a split column the splits
             are those of the data set.
@@ -76,9 +78,19 @@ def read_hugging_face(
     # By default the library checks that all splits of the data set are there.
     some = {} if data_files is None else {"data_files": dict(data_files), "verification_mode": "no_checks"}
     columns = columns or Columns()
+    has_id = columns.id is not None
     with user_errors(f"cannot load {name}", Exception):
-        path = str(Path(name).resolve()) if Path(name).is_dir() else name
-        splits = datasets.load_dataset(path, config, revision=revision, **some)
+        if any(Path(name, file).is_file() for file in SAVED):
+            splits = datasets.load_from_disk(name)
+            if isinstance(splits, datasets.Dataset):
+                splits = datasets.DatasetDict(train=splits)
+        elif Path(name).is_file():
+            if not name.endswith(".parquet"):
+                raise UserError(f"{name} is no Parquet file; `vl-plugins shards table` reads CSV, TSV and JSON Lines")
+            splits = datasets.load_dataset("parquet", data_files={"train": str(Path(name).resolve())})
+        else:
+            path = str(Path(name).resolve()) if Path(name).is_dir() else name
+            splits = datasets.load_dataset(path, config, revision=revision, **some)
         features = next(iter(splits.values())).features
         # Parquet files of other tools have no more than the type `binary`.
         types = datasets.Image().dtype, "binary"
@@ -87,14 +99,18 @@ def read_hugging_face(
             columns = replace(columns, image=images[0])
         columns = columns.find(list(features), ID_COLUMNS)
         splits = splits.cast_column(columns.image, datasets.Image(decode=False))
-    dataset_name = dataset_name or label_of(Path(name).resolve().name)
+    dataset_name = dataset_name or label_of(Path(name).resolve().name.removesuffix(".parquet"))
     caches = datasets.config.HF_DATASETS_CACHE, require("huggingface_hub.constants", extra="hub").HF_HUB_CACHE
     files = HubFiles(splits.select_columns([columns.image]), [name] if Path(name).is_dir() else caches)
-    return join_rows(_rows(splits, columns), dataset_name, f"{name}: "), files
+    has_plain_ids = columns.id == PLAIN_ID and not has_id
+    return join_rows(_rows(splits, columns, has_plain_ids), dataset_name, f"{name}: ", has_plain_ids), files
 
 
-def _rows(splits: Mapping[str, Any], columns: Columns) -> KeyedRows:
-    """Yield all rows with keys; those of one image have the same key."""
+def _rows(splits: Mapping[str, Any], columns: Columns, has_plain_ids: bool) -> KeyedRows:
+    """Yield all rows with keys; those of one image have the same key.
+
+    Equal pictures with different ids are different images, unless the ids may be those of captions.
+    """
     compute = require("pyarrow.compute", extra="hub")
     for split, dataset in splits.items():
         file_names = [column for column in FILE_NAME_COLUMNS if column in {*dataset.features} - {columns.image}]
@@ -113,7 +129,7 @@ def _rows(splits: Mapping[str, Any], columns: Columns) -> KeyedRows:
                 row.file = f"{split}/{number}/{row.filename}"
                 if picture is None:
                     yield row.file, row
-                elif columns.id is None:
+                elif columns.id is None or has_plain_ids:
                     yield f"{split}/{picture}", row
                 else:
                     yield f"{split}/{row.image_id}/{picture}", row

@@ -42,11 +42,12 @@ class Row(msgspec.Struct, array_like=True, gc=False):
 KeyedRows = Iterator[tuple[str, Row]]
 
 
-def group_rows(rows: KeyedRows, source: str) -> Iterator[tuple[list[Row], bool]]:
+def group_rows(rows: KeyedRows, source: str, has_plain_ids: bool = False) -> Iterator[tuple[list[Row], bool]]:
     """Yield the rows of each image, which have one key, and whether another image may have its id.
 
     Images are in the order of their first rows. Image ids become ints if all are ints or canonical decimal strings of
-    up to 18 digits. ``source`` precedes the place of a row in messages.
+    up to 18 digits. ``source`` precedes the place of a row in messages. With ``has_plain_ids``, nobody said whose ids
+    these are: where rows of one image differ in them, all are ids of captions.
     """
     integers = True
     # Most tables have the rows of an image together.
@@ -66,15 +67,27 @@ def group_rows(rows: KeyedRows, source: str) -> Iterator[tuple[list[Row], bool]]
             "GROUP BY image) SELECT position, size, first, images.id IN (SELECT id FROM images GROUP BY id HAVING "
             "count(*) > 1) FROM rows JOIN images USING (image) ORDER BY first, position"
         )
+        of_captions = has_plain_ids and spool.count(
+            "SELECT count(*) FROM (SELECT image FROM rows GROUP BY image HAVING count(DISTINCT id) > 1)"
+        )
         for _, members in itertools.groupby(spool.select(query), operator.itemgetter(1)):
             found = list(members)
             group = [row for row, *_ in found]
             for row in group:
-                if integers and row.image_id is not None:
+                if of_captions:
+                    row.caption_ids, row.image_id = _ids_of_captions(row, integers), None
+                elif integers and row.image_id is not None:
                     row.image_id = int(row.image_id)
                 elif type(row.image_id) is int:
                     row.image_id = str(row.image_id)
-            yield group, bool(found[0][2])
+            yield group, bool(found[0][2]) and not of_captions
+
+
+def _ids_of_captions(row: Row, are_integers: bool) -> list[Any]:
+    """Return the id of a row as that of its caption, or of each of them."""
+    if len(row.captions) == 1:
+        return [int(row.image_id) if are_integers else str(row.image_id)]
+    return [f"{row.image_id}#{number}" for number in range(len(row.captions))]
 
 
 def shuffled(images: Iterable[CaptionedImage | RejectedImage], seed: int) -> Iterator[CaptionedImage | RejectedImage]:
@@ -152,6 +165,11 @@ class _Spool:
         if self.rows:
             _insert(self.database, *np.array(self.rows, np.int64).T)
             self.rows.clear()
+
+    def count(self, query: str) -> int:
+        """Return the number that a query gives."""
+        self._insert()
+        return self.database.execute(query).fetchone()[0]
 
     def select(self, query: str) -> Iterator[tuple[Any, ...]]:
         """Yield the object of each row of a result, which begins with its position and size, and the other columns."""

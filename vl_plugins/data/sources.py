@@ -21,16 +21,16 @@ from vl_plugins.tables import printable
 Images = Iterable[CaptionedImage | RejectedImage]
 
 
-def join_rows(rows: KeyedRows, dataset: str, source: str) -> Images:
+def join_rows(rows: KeyedRows, dataset: str, source: str, has_plain_ids: bool = False) -> Images:
     """Yield the images of a source, each with the captions of all its rows, which have one key.
 
     Images with wrong values, with an id that is not unique, or whose rows disagree are rejected. The split
     ``validation`` becomes ``val``, and COCO's ``restval`` becomes ``train``. ``source`` precedes the place of a row in
-    messages.
+    messages; ``has_plain_ids`` is that of :func:`~vl_plugins.data.out_of_core.group_rows`.
     """
     used: set[str] = set()
     total = 0  # captions
-    for index, (group, may_repeat) in enumerate(group_rows(rows, source)):
+    for index, (group, may_repeat) in enumerate(group_rows(rows, source, has_plain_ids)):
         first = row = group[0]
         has_ids = first.caption_ids is not None
         captions = [caption for row in group for caption in row.captions]
@@ -65,8 +65,14 @@ def _check_row(row: Row, first: Row) -> None:
         raise UserError(row.problem)
     if row.split != first.split or row.image_id != first.image_id or row.group != first.group:
         raise UserError(f"its split, image id or group is not that of {first.place}, but rows of one image must agree")
+    if isinstance(row.file, str) and "://" in row.file:
+        raise UserError(f"its path is the URL {row.file}, which is not downloaded: img2dataset downloads pictures")
     if row.file in (None, "") or row.image_id == "" or str(row.file).isspace():
         raise UserError("its path or image id is blank")
+    for caption in row.captions:
+        if isinstance(caption, dict):
+            keys = ", ".join(map(repr, caption))
+            raise UserError(f"its caption is an object with the keys {keys}: give one of them a column of its own")
     if not row.captions or not all(isinstance(caption, str) and not is_blank(caption) for caption in row.captions):
         raise UserError("it has no captions, or a blank one; every image needs at least one")
 

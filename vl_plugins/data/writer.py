@@ -5,6 +5,7 @@ import json
 import os
 import re
 import tarfile
+import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
@@ -39,12 +40,21 @@ class FileFolder:
 
     def read(self, file: str) -> bytes:
         """Return the content of ``CaptionedImage.file``; raise :class:`UserError` if that cannot be read."""
-        return read_bytes(os.path.join(self.root, file))
+        return read_bytes(self._path(file))
+
+    def _path(self, file: str) -> str:
+        """Return the path of a file, whose name may be composed otherwise: umlauts of one character, or of two."""
+        path = os.path.join(self.root, file)
+        for form in ("NFC", "NFD"):
+            composed = os.path.join(self.root, unicodedata.normalize(form, file))
+            if not os.path.exists(path) and os.path.exists(composed):
+                return composed
+        return path
 
     def state(self, file: str) -> Any:
         """Return a JSON value that changes with the content; None if the file cannot be read."""
         try:
-            status = os.stat(os.path.join(self.root, file))
+            status = os.stat(self._path(file))
         except (OSError, ValueError):
             return None
         return status.st_size, status.st_mtime_ns

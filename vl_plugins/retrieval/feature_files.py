@@ -182,6 +182,8 @@ def _read_safetensors(file: Path) -> Content:
 
 def _read_npz(file: Path) -> Content:
     tensors, listed, values, text = {}, {}, {}, "{}"
+    if not zipfile.is_zipfile(file):
+        raise UserError(f"it is cut off or empty, or no .npz: {os.path.getsize(file):,} bytes")
     with zipfile.ZipFile(file) as archive:
         declared = sum(member.file_size for member in archive.infolist())
         if declared > MOST_DECLARED * os.path.getsize(file):

@@ -12,8 +12,12 @@ TOLERANCE = 0.01
 
 
 def norms(embeddings: Tensor) -> Tensor:
-    """Return the Euclidean norms (...) of vectors (..., D), in float32 at least."""
-    return torch.linalg.vector_norm(full_precision(embeddings)[0], dim=-1)
+    """Return the Euclidean norms (...) of vectors (..., D), in float32 at least.
+
+    Squares are added up in float64: those of float32 numbers may overflow, or vanish.
+    """
+    (embeddings,) = full_precision(embeddings)
+    return torch.linalg.vector_norm(embeddings, dim=-1, dtype=torch.float64).to(embeddings.dtype)
 
 
 def has_unit_norm(norms: Tensor) -> Tensor:
@@ -24,5 +28,5 @@ def has_unit_norm(norms: Tensor) -> Tensor:
 def divided_by_norms(embeddings: Tensor) -> Tensor:
     """Return unit vectors (..., D), in float32 at least. Zero vectors, such as the padding of sets, stay zero."""
     (embeddings,) = full_precision(embeddings)
-    divisors = torch.linalg.vector_norm(embeddings, dim=-1, keepdim=True)
+    divisors = norms(embeddings)[..., None]
     return embeddings / divisors.masked_fill(divisors == 0, 1)
