@@ -1,5 +1,6 @@
 import errno
 import os
+import pickle
 import resource
 import stat
 import uuid
@@ -7,7 +8,7 @@ import uuid
 import pytest
 import torch
 
-from vl_plugins.data.files import exists, join, names, read_bytes, remove, sha256, write_complete, write_file
+from vl_plugins.data.files import OpenFiles, exists, join, names, read_bytes, remove, sha256, write_complete, write_file
 from vl_plugins.errors import UserError
 
 
@@ -103,3 +104,28 @@ def test_a_full_disk_keeps_the_earlier_file(tmp_path, size):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert str(raised.value) == f"cannot write {file}: {os.strerror(errno.EFBIG)}"
     assert (names(tmp_path), read_bytes(file)) == (["a.pt"], b"before")
+
+
+def test_parts_of_many_files_that_stay_open(tmp_path, monkeypatch):
+    """Not more than a few at a time; each copy opens its own, and a file that is replaced stays what it was."""
+    monkeypatch.setattr("vl_plugins.data.files.MOST_OPEN", 3)
+    paths = []
+    for number in range(5):
+        paths.append(str(tmp_path / f"{number}"))
+        write_file(paths[-1], bytes(range(number, number + 10)))
+    files = OpenFiles()
+    before = len(os.listdir("/proc/self/fd"))
+    for reader in (files, pickle.loads(pickle.dumps(files))):
+        for _ in range(2):
+            assert reader.read([*paths, paths[0]], [2] * 6, [3] * 6) == [
+                bytes(range(n + 2, n + 5)) for n in [*range(5), 0]
+            ]
+    assert len(os.listdir("/proc/self/fd")) <= before + 6
+    missing, found = files.read([str(tmp_path / "none"), paths[1]], [0, 8], [1, 5])
+    assert isinstance(missing, FileNotFoundError)
+    assert found == bytes([9, 10]), "the end of the file"
+    write_file(paths[1], b"other content")
+    assert files.read([paths[1]], [0], [2]) == [bytes([1, 2])]
+    assert OpenFiles().read([paths[1]], [0], [5]) == [b"other"]
+    del files, reader
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -107,9 +107,10 @@ class TestCollection:
         Path(shard).write_bytes(content[second:third] + content[:second] + content[third:])
         with pytest.raises(UserError, match="its captions are not those of the index"):
             collection.pictures([1])
+        unopened = read_collection(shard)
         Path(shard).unlink()
         with pytest.raises(UserError, match=rf"cannot read {shard}: No such file"):
-            collection.pictures([2])
+            unopened.pictures([2])
 
 
 class TestOtherShards:

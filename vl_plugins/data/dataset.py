@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from vl_plugins.data.captions import content_ids
 from vl_plugins.data.index import Collection, read_collection
 from vl_plugins.data.limits import MAX_IMAGE_PIXELS, check_max_image_pixels
-from vl_plugins.data.randomness import seeded
+from vl_plugins.data.randomness import generators_kept, seed_cpu
 from vl_plugins.data.samples import INPUTS, decode
 from vl_plugins.errors import UserError, number, one_of
 from vl_plugins.numerics import NO_ID
@@ -156,8 +156,9 @@ class ShardDataset(Dataset):
         """Return the items of a batch, whose bytes are read at the same time where the file system can do that."""
         images = range(len(self))  # negative indices count from the end, and others end an iteration
         draws = [index if isinstance(index, Draw) else Draw(images[index]) for index in indices]
-        read = self.collection.read([draw.image for draw in draws])
-        items = [self._read_item(draw, data) for draw, data in zip(draws, read, strict=True)]
+        contents = self.collection.read([draw.image for draw in draws])
+        with generators_kept() if any(draw.seed for draw in draws) else contextlib.nullcontext():
+            items = [self._read_item(draw, data) for draw, data in zip(draws, contents, strict=True)]
         good = [item for item in items if isinstance(item, Item)]
         for draw, error in zip(draws, items, strict=True):
             if isinstance(error, UserError):
@@ -175,8 +176,9 @@ class ShardDataset(Dataset):
             reason = str(error) if isinstance(error, ValueError) else repr(error)
             shard = self.collection.shard_of([draw.image])[0]
             return UserError(f"cannot read image {draw.image}, in {shard}: {reason}")
-        with seeded(*draw.seed) if draw.seed else contextlib.nullcontext():
-            image = self.transform(image)
+        if draw.seed:
+            seed_cpu(*draw.seed)
+        image = self.transform(image)
         numbers = range(len(record.captions)) if draw.captions is None else draw.captions
         ids = content_ids(record.captions)
         return Item(

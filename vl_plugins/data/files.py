@@ -7,7 +7,8 @@ import os
 import posixpath
 import time
 import uuid
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, TypeVar
 
 import filelock
@@ -22,6 +23,7 @@ Content = TypeVar("Content")
 
 # Seconds before a server that was too busy, or did not answer, is asked again.
 PAUSES = (0.5, 1.0, 2.0, 4.0)
+MOST_OPEN = 128  # files of a data set
 # Answers of HTTP that another try may change: a timeout, too many requests, errors of the server.
 BUSY = {408, 429, *range(500, 600)}
 
@@ -154,6 +156,45 @@ def write_complete(url: Url) -> Iterator[BinaryIO]:
 def is_special(path: str) -> bool:
     """Return whether there is something else than a file, such as a device, a pipe or a folder."""
     return os.path.exists(path) and not os.path.isfile(path)
+
+
+def _close(descriptors: dict[str, int]) -> None:
+    for descriptor in descriptors.values():
+        os.close(descriptor)
+
+
+class OpenFiles:
+    """Local files that stay open, so that parts of them are read without opening them again.
+
+    A copy, such as that of another process, has none.
+    """
+
+    def __init__(self) -> None:
+        self._descriptors: dict[str, int] = {}  # the latest last
+        weakref.finalize(self, _close, self._descriptors)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return OpenFiles, ()
+
+    def read(self, paths: Sequence[str], starts: Sequence[int], sizes: Sequence[int]) -> list[bytes | Exception]:
+        """Return parts of files, or the errors. They are read in the order in which they are on the disk."""
+        contents: list[bytes | Exception] = [b""] * len(paths)
+        for place in sorted(range(len(paths)), key=lambda place: (paths[place], starts[place])):
+            try:
+                contents[place] = os.pread(self._open(paths[place]), sizes[place], starts[place])
+            except OSError as error:
+                contents[place] = error.with_traceback(None)  # which would keep this object
+        return contents
+
+    def _open(self, path: str) -> int:
+        descriptor = self._descriptors.pop(path, None)
+        if descriptor is None:
+            descriptor = os.open(path, os.O_RDONLY)
+        self._descriptors[path] = descriptor
+        if len(self._descriptors) > MOST_OPEN:
+            oldest = next(iter(self._descriptors))
+            os.close(self._descriptors.pop(oldest))
+        return descriptor
 
 
 def write_file(url: Url, data: bytes | memoryview) -> None:

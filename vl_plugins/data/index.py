@@ -26,10 +26,12 @@ import msgspec
 import numpy as np
 from braceexpand import braceexpand
 from fsspec.asyn import AsyncFileSystem
+from fsspec.implementations.local import LocalFileSystem
 
 from vl_plugins.data.captions import RejectedImage, caption_hash, hash64
 from vl_plugins.data.files import (
     PAUSES,
+    OpenFiles,
     check_answer,
     exists,
     file_errors,
@@ -443,6 +445,7 @@ class Collection:
         self.shards, self.on_error, self.only_txt = tuple(shards), on_error, 0
         self.text_lines = self.single_texts = 0
         rules = set()
+        self._open_files = OpenFiles()
         self.rejected: list[RejectedImage] = []
         images, starts, sizes, counts, captions, groups = [0], [], [], [], [], []
         for head in heads:
@@ -528,6 +531,8 @@ class Collection:
         ends = starts + self.sizes[images]
         if isinstance(files, AsyncFileSystem):
             return files.cat_ranges(paths, starts.tolist(), ends.tolist(), on_error="return")
+        if isinstance(files, LocalFileSystem):
+            return self._open_files.read(paths, starts.tolist(), self.sizes[images].tolist())
         contents: list[bytes | Exception] = []
         for path, start, end in zip(paths, starts.tolist(), ends.tolist(), strict=True):
             try:

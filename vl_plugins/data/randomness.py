@@ -22,14 +22,18 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-@contextlib.contextmanager
-def seeded(*parts: int | str) -> Iterator[None]:
-    """Draw random numbers that depend on ``parts`` alone, on the CPU; afterwards all generators go on as before."""
-    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+def seed_cpu(*parts: int | str) -> None:
+    """Let random numbers on the CPU depend on ``parts`` alone from now on."""
     seed = derived_seed(*parts)
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
     torch.default_generator.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """Let all generators on the CPU go on after the block as before it."""
+    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     try:
         yield
     finally:

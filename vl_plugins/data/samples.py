@@ -3,10 +3,11 @@
 import io
 import json
 import re
+import struct
 import tarfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 import numpy as np
@@ -108,16 +109,62 @@ def scan(stream: BinaryIO, extensions: Collection[str] = ()) -> Iterator[Sample]
         yield sample
 
 
+# The header of a file in an archive, of the fields that are read here. Others are owners, times and links.
+HEADER = struct.Struct("100s 24x 12s 12x 8s c 100x 6s 82x 155s 12x")
+
+
+class _Header(NamedTuple):
+    name: bytes
+    size: bytes
+    checksum: bytes
+    kind: bytes
+    magic: bytes
+    prefix: bytes
+
+
 def parse_sample(data: bytes) -> Sample:
     """Return a sample with all its files, given its bytes in an archive.
 
     Raises:
         Exception: the bytes are not those of one sample.
     """
+    sample = _parse_plain_sample(data)
+    if sample is not None:
+        return sample
     samples = list(scan(io.BytesIO(data + bytes(tarfile.BLOCKSIZE))))
     if len(samples) != 1:
         raise UserError(f"expected the files of one image, found those of {len(samples)}")
     return samples[0]
+
+
+def _parse_plain_sample(data: bytes) -> Sample | None:
+    """Return a sample as most programs write it, in a third of the time of ``tarfile``; None for any other."""
+    key, place = "", 0
+    members: dict[str, bytes] = {}
+    while place < len(data):
+        block = data[place : place + tarfile.BLOCKSIZE]
+        if len(block) < tarfile.BLOCKSIZE:
+            return None
+        header = _Header._make(HEADER.unpack(block))
+        size, checksum = header.size[:11], header.checksum.rstrip(b" \0")
+        is_plain = header.kind == tarfile.REGTYPE and header.magic[:5] == b"ustar" and header.prefix[:1] == b"\0"
+        if not is_plain or not size.isdigit() or not checksum.isdigit():
+            return None
+        if sum(block) - sum(header.checksum) + 8 * ord(" ") != int(checksum, 8):
+            return None
+        name = NAME.fullmatch(header.name.partition(b"\0")[0].decode("utf-8", "surrogateescape"))
+        if name is None or META_NAME.match(name[0]) or (members and name[1] != key):
+            return None
+        key, extension = name[1], name[2].lower()
+        start = place + tarfile.BLOCKSIZE
+        end = start + int(size, 8)
+        if extension in members or end > len(data):
+            return None
+        members[extension] = data[start:end]
+        place = start + -(-(end - start) // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+    if not members or place != len(data):
+        return None
+    return Sample(key, 0, len(data), members)
 
 
 def parse_record(key: str, members: Mapping[str, bytes], has_lines: bool = False) -> Record:
