@@ -273,6 +273,11 @@ def get_data(
     data = host_get_data(theirs, preprocess_fns, epoch=epoch, tokenizer=tokenizer, **options)
     if "train_data" in splits:
         data["train"] = _training_data(args, splits["train_data"], preprocess_fns[0], tokenizer)
+    if "train" in data and data["train"].dataloader.num_batches < args.accum_freq:
+        batches = data["train"].dataloader.num_batches
+        raise UserError(
+            f"--accum-freq {args.accum_freq}: an epoch has {batches} batches in each process, so no step would be taken"
+        )
     if "train" in data and ("train_data" in splits or args.loss):
         data["train"] = TrainingData(data["train"], steps, (args.seed, args.rank))
     if "val_data" in splits:

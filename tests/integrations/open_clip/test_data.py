@@ -120,6 +120,17 @@ def test_equal_captions_of_a_table_have_one_id(args, tmp_path):
         assert noted["matching_ids"].shape == (8, 0)
 
 
+@pytest.mark.parametrize("flags", [LOSS, []], ids=["our reader", "open_clip's"])
+def test_an_epoch_without_a_step_is_an_error(args, flags):
+    """64 images in batches of 16 are four batches."""
+    flags = flags or ["--train-num-samples", "64"]
+    arguments = args(*flags, "--batch-size", "16", "--accum-freq", "4")
+    assert "train" in read(arguments)
+    arguments.accum_freq = 5
+    with pytest.raises(UserError, match="--accum-freq 5: an epoch has 4 batches in each process, so no step would be"):
+        read(arguments)
+
+
 def test_samples_of_an_epoch_as_open_clip_counts_them(args):
     """64 images in epochs of 20, which are three batches of 8; a pass is not over before every image was read."""
     steps, numbers = Steps(), []
