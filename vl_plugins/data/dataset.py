@@ -180,14 +180,14 @@ class ShardDataset(Dataset):
             seed_cpu(*draw.seed)
         image = self.transform(image)
         numbers = range(len(record.captions)) if draw.captions is None else draw.captions
-        ids = content_ids(record.captions)
+        ids, shown = content_ids(record.captions), set(numbers)
         return Item(
             image,
             [record.captions[number] for number in numbers],
             int(self.collection.labels[draw.image]),
             draw.image,
             [ids[number] for number in numbers],
-            [ids[number] for number in range(len(ids)) if number not in numbers],
+            [ids[number] for number in range(len(ids)) if number not in shown],
         )
 
     def _skip(self, image: int, error: UserError) -> None:

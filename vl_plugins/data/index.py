@@ -386,7 +386,7 @@ def read_collection(
     has_lines = RULES[one_of("caption_lines", caption_lines, RULES)]
     collection = _read_collection(shards, on_error, has_lines)
     if has_lines is None and not collection.has_one_rule:
-        has_lines = collection.text_lines > 0 and collection.single_texts == 0
+        has_lines = have_lines(collection.text_lines, collection.single_texts)
         collection = _read_collection(shards, on_error, has_lines)
     if len(collection) == 0:
         raise UserError(f"the shards hold no images: {shards[0]}, ...")
@@ -404,12 +404,25 @@ def has_caption_lines(shards: Sequence[str], caption_lines: str = "auto") -> boo
     if has_lines is not None:
         return has_lines
     text_lines = single_texts = 0
-    for shard in shards:
-        with contextlib.suppress(UserError, OSError):
-            head = read_head(shard, "skip")
-            text_lines += head.text_lines or 0
-            single_texts += head.single_texts
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        for lines, singles in pool.map(_count_texts, shards):
+            text_lines += lines
+            single_texts += singles
+    return have_lines(text_lines, single_texts)
+
+
+def have_lines(text_lines: int, single_texts: int) -> bool:
+    """Return whether lines of texts are captions, if so many texts have several lines, and so many one."""
     return text_lines > 0 and single_texts == 0
+
+
+def _count_texts(shard: str) -> tuple[int, int]:
+    """Return the number of texts with several lines, and with one; none of a shard that cannot be read."""
+    try:
+        head = read_head(shard, "skip")
+    except (UserError, OSError):
+        return 0, 0
+    return head.text_lines or 0, head.single_texts
 
 
 def _read_collection(shards: list[str], on_error: str, has_lines: bool | None) -> "Collection":
@@ -464,7 +477,7 @@ class Collection:
                 self.rejected += head.rejected
         self.has_lines = True in rules
         # Whether the heads follow the rule that "auto" stands for.
-        self.has_one_rule = rules <= {self.text_lines > 0 and self.single_texts == 0}
+        self.has_one_rule = rules <= {have_lines(self.text_lines, self.single_texts)}
         self.first_image = np.array(images)
         self.starts, self.sizes = np.concatenate(starts), np.concatenate(sizes)
         self.caption_hashes = np.concatenate(captions)
