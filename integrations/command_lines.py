@@ -14,7 +14,7 @@ from vl_plugins.errors import MALFORMED_CONTENT, UserError, all_values, require,
 __all__ = [
     "CommandParser",
     "KeyValues",
-    "add_caption_lines",
+    "add_caption_rule",
     "add_max_image_pixels",
     "find_config",
     "key_value",
@@ -66,14 +66,21 @@ def add_max_image_pixels(parser: Any) -> None:
     )
 
 
-def add_caption_lines(parser: Any) -> None:
-    """Add ``--caption-lines`` to a parser or a group of its options."""
+def add_caption_rule(parser: Any) -> None:
+    """Add the options that say where the captions of other programs' shards are to a parser or a group."""
     parser.add_argument(
         "--caption-lines",
         choices=("auto", "yes", "no"),
         default="auto",
         help="whether each line of a .txt in other programs' shards is a caption; auto: if every .txt has several "
         "lines, as CLIP_benchmark's have (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--caption-fields",
+        nargs="+",
+        default=(),
+        metavar="FIELD",
+        help="fields of the .json in other programs' shards, each of which is a caption, in place of the .txt",
     )
 
 

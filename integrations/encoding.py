@@ -1,6 +1,5 @@
 """Embeddings of shards by a model, in one process or split among several, and its retrieval metrics in training."""
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from torch import nn
 from tqdm import tqdm
 
 import vl_plugins
-from vl_plugins.data import Collection, EvaluationBatch, ShardDataset, evaluation_loader, read_collection
+from vl_plugins.data import CaptionRule, Collection, EvaluationBatch, ShardDataset, evaluation_loader, read_collection
 from vl_plugins.data.files import sha256
 from vl_plugins.data.limits import MAX_IMAGE_PIXELS
 from vl_plugins.distributed import world_size
@@ -32,7 +31,7 @@ def encode_checkpoint(
     workers: int = 1,
     device: str | torch.device = "cpu",
     precision: str = "fp32",
-    caption_lines: str = "auto",
+    caption_lines: str | CaptionRule = "auto",
     max_image_pixels: int = MAX_IMAGE_PIXELS,
     **options: Any,
 ) -> Features | None:
@@ -42,7 +41,7 @@ def encode_checkpoint(
         checkpoint, model, device, precision, options: as for :func:`vl_plugins.integrations.loading.load_model`; or
             ``checkpoint`` is the folder of a run, see
             :func:`~vl_plugins.integrations.loading.find_checkpoint`.
-        shards: as for :func:`vl_plugins.data.expand_shards`.
+        shards: as for :func:`vl_plugins.data.read_collection`.
         batch_size: images in a batch.
         workers: loader processes.
         caption_lines: see :func:`vl_plugins.data.read_collection`.
@@ -85,7 +84,7 @@ def encode_checkpoint(
 
 def hash_shards(collection: Collection) -> str:
     """Return a SHA-256 of the captions and of the sizes of the images, however these are divided into shards."""
-    return hashlib.sha256(collection.sizes.tobytes() + collection.caption_hashes.tobytes()).hexdigest()
+    return collection.digest()
 
 
 def validate(

@@ -1,5 +1,6 @@
 """Recalls of image-text retrieval as a metric of torchmetrics, such as for Lightning."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from vl_plugins.retrieval import retrieval_metrics, retrieval_ranks
 
@@ -20,9 +22,9 @@ LARGEST_DIFFERENCE = 0.05
 class CrossModalRecall(Metric):
     """Recall@1, 5 and 10 by cosine, image to text and text to image, with several captions per image, and RSUM.
 
-    The embeddings of all batches and processes are kept and ranked exactly; ties count against the model. Samples may
-    come again, as ``DistributedSampler`` repeats some so that all processes have equally many: each image and each
-    caption counts once, with its first embedding.
+    The embeddings of all batches and processes are kept, as float32, and ranked exactly; ties count against the model.
+    Samples may come again, as ``DistributedSampler`` repeats some so that all processes have equally many: each image
+    and each caption counts once, with its first embedding. A process may have no samples.
 
     Args:
         kwargs: of ``torchmetrics.Metric``.
@@ -77,8 +79,8 @@ class CrossModalRecall(Metric):
                 f"{len(image_ids)} image_ids, {len(captions)} captions, {len(caption_image_ids)} caption_image_ids "
                 f"and {len(caption_ids)} caption_ids"
             )
-        self.images.append(images.detach())
-        self.captions.append(captions.detach())
+        self.images.append(images.detach().float())  # processes send each other embeddings of one type
+        self.captions.append(captions.detach().float())
         self.image_ids.append(image_ids.to(images.device, torch.int64))
         self.caption_image_ids.append(caption_image_ids.to(images.device, torch.int64))
         self.caption_ids.append(caption_ids.to(images.device, torch.int64))
@@ -87,9 +89,11 @@ class CrossModalRecall(Metric):
         """Return recalls as fractions under open_clip's names, such as ``image_to_text_R@1``, and ``rsum``, [0, 600].
 
         Raises:
-            ValueError: an image without captions, or a caption without an image; or an image or a caption that comes
-                again with another embedding, so that its id is not unique.
+            ValueError: no images; an image without captions, or a caption without an image; or an image or a caption
+                that comes again with another embedding, so that its id is not unique.
         """
+        if len(self.image_ids) == 0 or len(dim_zero_cat(self.image_ids)) == 0:
+            raise ValueError("there are no images: call update before compute")
         image_keys = dim_zero_cat(self.image_ids)[:, None]
         caption_keys = torch.stack([dim_zero_cat(self.caption_image_ids), dim_zero_cat(self.caption_ids)], dim=1)
         image_keys, images = _first_of_each(image_keys, dim_zero_cat(self.images))
@@ -98,6 +102,24 @@ class CrossModalRecall(Metric):
         metrics = retrieval_metrics(retrieval_ranks(images, captions, image_of_caption, normalize=False))
         chosen = [name for name in metrics if "_R@" in name or name == "rsum"]
         return {name: torch.tensor(metrics[name], device=images.device) for name in chosen}
+
+    def _sync_dist(self, dist_sync_fn: Callable = gather_all_tensors, process_group: Any = None) -> None:
+        """Join the states of all processes.
+
+        A process without samples joins with empty states of the same types and shapes as those of the others. The base
+        class would send float32 of one dimension for all of them, or nothing.
+        """
+        width, device = 0, self.device
+        if len(self.images) > 0:
+            width, device = self.images[0].shape[1], self.images[0].device
+        widths = dist_sync_fn(torch.tensor([width], device=device), group=process_group or self.process_group)
+        width = int(max(widths))
+        for name in STATES:
+            if len(getattr(self, name)) == 0:
+                is_ids = name.endswith("_ids")
+                empty = torch.empty(0, dtype=torch.int64) if is_ids else torch.empty(0, width)
+                setattr(self, name, [empty.to(device)])
+        super()._sync_dist(dist_sync_fn, process_group)
 
 
 def _first_of_each(keys: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:

@@ -60,6 +60,11 @@ def _loggers():
     return [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory):
+    os.environ["VL_PLUGINS_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def toy_scenes(tmp_path_factory) -> Path:
     """Folder with the toy pictures (64 train, 24 val, 24 test) and ``dataset_toy.json``."""

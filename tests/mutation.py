@@ -35,7 +35,7 @@ LONG = "readme docs packaging study benchmarks real_data configs files_v0_2 earl
 LONG += "launcher heads_in_training open_clip_4 resuming runs trainer guide lowest_version loops_on_shards "
 LONG += "transformers_trainer third_party_loss without_open_clip"
 EXCLUDED = ("open_clip/test_distributed.py", *(f"/test_{name}.py" for name in LONG.split()))
-SLOW_TO_IMPORT = ("torch", "pytorch_metric_learning", "open_clip", "timm", "duckdb", "hypothesis")  # by each process
+SLOW_TO_IMPORT = ("torch", "pytorch_metric_learning", "open_clip", "timm", "hypothesis")  # by each process
 IGNORED = ("__pycache__", ".git", ".venv*", "build", ".*_cache", ".hypothesis")
 SECONDS = 180  # after which a mutant hangs; the tests of a part take less than 60
 

@@ -21,7 +21,7 @@ SUFFIXES = {".py", ".jinja", ".json", ".yaml", ".typed"}
 # Whatever an extra brings. A module is found to be missing where None stands for it.
 EXTRAS = ("open_clip", "open_clip_train", "webdataset", "PIL", "timm", "matplotlib", "yaml", "eccv_caption", "pandas")
 EXTRAS += ("msgspec", "omegaconf", "datasets", "pyarrow", "safetensors", "clip_benchmark", "transformers")
-EXTRAS += ("accelerate", "tensorboard", "duckdb", "lightning", "ray", "dask", "distributed", "torchmetrics")
+EXTRAS += ("accelerate", "tensorboard", "lightning", "ray", "dask", "distributed", "torchmetrics")
 EXTRAS += ("sentence_transformers",)
 
 

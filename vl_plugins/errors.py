@@ -48,7 +48,7 @@ LONGEST_REASON = 600  # characters; torch lists every missing weight
 PARSER_ERRORS = (ValueError, EOFError, RecursionError, OverflowError, csv.Error, struct.error)
 PARSER_ERRORS += (tarfile.TarError, zipfile.BadZipFile, zlib.error)
 # Errors of optional packages, by module.
-PARSERS = {"yaml": ["YAMLError"], "msgspec": ["MsgspecError"], "duckdb": ["Error"], "safetensors": ["SafetensorError"]}
+PARSERS = {"yaml": ["YAMLError"], "msgspec": ["MsgspecError"], "safetensors": ["SafetensorError"]}
 
 # Failed connections, by module; like an OSError, the message of one says all.
 NETWORK_ERRORS = {"aiohttp": ["ClientError"], "botocore.exceptions": ["BotoCoreError", "ClientError"]}

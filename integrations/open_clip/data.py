@@ -4,7 +4,7 @@ import logging
 import os
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -18,21 +18,23 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vl_plugins.data import (
+    CaptionRule,
     CaptionSampler,
+    Collection,
+    Columns,
     ShardDataset,
     evaluation_loader,
     read_batches,
     read_collection,
     training_loader,
 )
-from vl_plugins.data.caption_table import read_csv
-from vl_plugins.data.captions import is_blank
-from vl_plugins.data.files import read_bytes
-from vl_plugins.data.index import Collection, expand_braces, make_head
 from vl_plugins.data.randomness import derived_seed, seed_everything
-from vl_plugins.data.samples import Record
+from vl_plugins.data.records import LINES
+from vl_plugins.data.shard_names import expand_braces
+from vl_plugins.data.table_collection import TableCollection
+from vl_plugins.data.table_files import read_rows
 from vl_plugins.errors import UserError, number, user_errors
-from vl_plugins.integrations.open_clip.flags import NOT_OURS, flag, parse_args
+from vl_plugins.integrations.open_clip.flags import IMAGE_KEY, NOT_OURS, SAMPLE_KEYS, flag, parse_args
 from vl_plugins.numerics import NO_ID
 
 __all__ = ["Steps", "get_data", "read_splits"]
@@ -116,69 +118,13 @@ class TrainingData:
             yield batch
 
 
-class Table(Collection):
-    """The images of open_clip's CSV data: rows of one image path are one image with several captions.
-
-    Texts are texts, also ``NA`` and ``None``, which pandas takes for missing values. Rows without a path or a caption
-    are left out.
-
-    Args:
-        file: path or URL.
-        args: with open_clip's ``csv_separator``, ``csv_img_key`` and ``csv_caption_key``.
-
-    Attributes:
-        rows: number of rows.
-        incomplete: lines of the rows that were left out.
-
-    Raises:
-        UserError: a row has more or fewer fields than there are columns, or there is no complete row.
-    """
-
-    def __init__(self, file: str, args: Namespace):
-        captions: dict[str, list[str]] = {}
-        self.rows, self.incomplete = 0, list[int]()
-        table = read_csv(file, args.csv_separator)
-        next(table)  # the names of the columns, which have been checked
-        for line, values in table:
-            if None in values:
-                raise UserError(f"line {line}: {values[None]}")
-            self.rows += 1
-            path, caption = values[args.csv_img_key], values[args.csv_caption_key]
-            if is_blank(path) or is_blank(caption):
-                self.incomplete.append(line)
-            else:
-                captions.setdefault(path, []).append(caption)
-        if not captions:
-            raise UserError("it has no row with an image and a caption")
-        records = []
-        for path, texts in captions.items():
-            ids = tuple(f"{path}#{number}" for number in range(len(texts)))
-            records.append(Record(path, tuple(texts), path, ids))
-        nowhere = [0] * len(records)
-        super().__init__([file], [make_head(records, nowhere, nowhere, size=0)])
-        self.records = records
-
-    def describe(self) -> str:
-        text = f"{self.rows:,} rows, {super().describe()}"
-        if self.incomplete:
-            lines = ", ".join(map(str, self.incomplete[:5]))
-            text += f", left out for want of an image or a caption: {len(self.incomplete):,}, in lines {lines}"
-        return text
-
-    def read(self, images: Sequence[int]) -> list[bytes | Exception]:
-        return [b"" for _ in images]
-
-    def parse(self, image: int, data: bytes | Exception) -> tuple[Record, dict[str, bytes]]:
-        return self.records[image], {"jpg": read_bytes(self.records[image].key)}
-
-
-def check_columns(option: str, file: str, args: Namespace) -> None:
+def check_columns(option: str, file: str, names: Iterable[str], args: Namespace) -> None:
     """Raise ``UserError`` if a table lacks the columns of ``--csv-img-key`` and ``--csv-caption-key``."""
-    columns = list(pandas.read_csv(file, sep=args.csv_separator, nrows=0).columns)
-    for name in ("csv_img_key", "csv_caption_key"):
-        if getattr(args, name) not in columns:
+    names = list(names)
+    for key in ("csv_img_key", "csv_caption_key"):
+        if getattr(args, key) not in names:
             raise UserError(
-                f"{option} {file}: it has no column {getattr(args, name)!r}, only {', '.join(map(repr, columns))}; "
+                f"{option} {file}: it has no column {getattr(args, key)!r}, only {', '.join(map(repr, names))}; "
                 f"name the columns by --csv-img-key and --csv-caption-key, and the separator, now "
                 f"{args.csv_separator!r}, by --csv-separator"
             )
@@ -195,35 +141,25 @@ def check_shards(option: str, pattern: str) -> None:
 def read_splits(args: Namespace) -> dict[str, Collection]:
     """Return the splits that our readers serve, ``"train_data"`` and ``"val_data"``, and check them.
 
-    With ``--loss`` or ``--captions-per-image`` ours read training shards and tables, and the shards to validate on if
-    every image there has a list of captions, as ``vl-plugins shards`` writes them. open_clip reads everything else.
+    With ``--loss`` or ``--captions-per-image`` ours read the training data, and the data to validate on if every image
+    there has a list of captions, or they are no shards. open_clip reads everything else.
 
     Raises:
-        UserError: data are missing or damaged, or a flag is given that our readers do not have.
+        UserError: data are missing or damaged, or a flag is given that the reader of the data does not have.
     """
+    is_ours = bool(args.loss or args.captions_per_image) and args.dataset_type != "synthetic"
     found: dict[str, Collection] = {}
     for split in ("train_data", "val_data"):
         path = getattr(args, split)
         if not path:
             continue
         with user_errors(f"{flag(split)} {path}"):
-            is_ours = bool(args.loss or args.captions_per_image)
-            if is_ours and os.path.isdir(path):  # which open_clip knows nothing about
-                args.dataset_type = "webdataset"
-            reader = host_data.get_dataset_fn(path, args.dataset_type)
-            if reader is host_data.get_csv_dataset:
-                check_columns(flag(split), path, args)
-            if not is_ours:
-                if reader is host_data.get_wds_dataset:
-                    check_shards(flag(split), path)
-                continue
-            if reader is host_data.get_wds_dataset:
-                on_error = args.on_error if split == "train_data" else "raise"
-                collection = read_collection(path, on_error, args.caption_lines)
-                if split == "train_data" or not collection.only_txt:
+            if is_ours:
+                collection = _read_split(split, path, args)
+                if not _is_for_host(split, path, collection):
                     found[split] = collection
-            elif reader is host_data.get_csv_dataset:
-                found[split] = Table(path, args)
+            else:
+                _check_host_data(split, path, args)
             if args.head == "set" and split == "val_data" and split not in found:
                 raise UserError(f"--val-data {path}: to validate sets, give shards of `vl-plugins shards`")
     if found.keys() == {"train_data", "val_data"}:
@@ -232,20 +168,76 @@ def read_splits(args: Namespace) -> dict[str, Collection]:
             raise UserError(
                 f"--train-data and --val-data share {min(shared)}: a model is not validated on its training"
             )
+    _check_flags(args, found)
     if "train_data" in found:
-        defaults = vars(parse_args([]))
-        for name in NOT_OURS:
-            if getattr(args, name, None) != defaults.get(name):
-                raise UserError(f"{flag(name)} is for open_clip's reader, but vl_plugins reads here; remove it")
-        for name in ("shuffle_window", "train_num_samples"):
-            value = getattr(args, name)
-            if value is not None:
-                with user_errors(flag(name)):
-                    number(name, value, least=1, kind=int)
         args.captions_per_image = args.captions_per_image or "random"  # for params.txt, too
-    elif args.shuffle_window is not None:
-        raise UserError("--shuffle-window needs training data, and --loss or --captions-per-image")
     return found
+
+
+def _read_split(split: str, path: str, args: Namespace) -> Collection:
+    """Return training or validation data by our reader."""
+    on_error = args.on_error if split == "train_data" else "raise"
+    rule = _caption_rule(args)
+    if args.dataset_type != "csv" and not path.endswith((".csv", ".tsv")):
+        return read_collection(path, on_error, rule, keep_index=not args.no_index)
+    _, names = next(read_rows(path, args.csv_separator))
+    check_columns(flag(split), path, names, args)
+    columns = Columns(args.csv_img_key, [args.csv_caption_key])
+    return TableCollection(path, on_error, rule, columns, args.csv_separator)
+
+
+def _caption_rule(args: Namespace) -> CaptionRule:
+    """Return where the captions of shards are, by the flags of open_clip 4.x and our own."""
+    if args.caption_fields and args.json_text_key:
+        raise UserError(
+            "--caption-fields takes each field for a caption, and --json-text-key one of them; give one flag"
+        )
+    pictures = () if args.image_key == IMAGE_KEY else _alternatives(args.image_key)
+    return CaptionRule(
+        lines=LINES[args.caption_lines],
+        texts=_alternatives(args.text_key),
+        fields=tuple(args.caption_fields) or _alternatives(args.json_text_key or ""),
+        first_field=bool(args.json_text_key),
+        pictures=pictures,
+    )
+
+
+def _alternatives(keys: str) -> tuple[str, ...]:
+    """Return the parts of a flag such as ``"txt;caption"``."""
+    return tuple(key.strip() for key in keys.split(";") if key.strip())
+
+
+def _is_for_host(split: str, path: str, collection: Collection) -> bool:
+    """Return whether open_clip validates on shards whose images have a single text each."""
+    is_pattern_of_host = path.endswith(".tar") and "*" not in path and "?" not in path
+    return split == "val_data" and bool(collection.only_txt) and is_pattern_of_host
+
+
+def _check_host_data(split: str, path: str, args: Namespace) -> None:
+    """Raise ``UserError`` if data for open_clip's own readers do not exist, or lack a column."""
+    reader = host_data.get_dataset_fn(path, args.dataset_type)
+    if reader is host_data.get_csv_dataset:
+        check_columns(flag(split), path, pandas.read_csv(path, sep=args.csv_separator, nrows=0).columns, args)
+    elif reader is host_data.get_wds_dataset:
+        check_shards(flag(split), path)
+
+
+def _check_flags(args: Namespace, splits: Mapping[str, Collection]) -> None:
+    """Raise ``UserError`` for a flag of reading that the reader of the training data does not have."""
+    defaults = vars(parse_args([]))
+    given = [name for name in defaults if getattr(args, name, None) != defaults[name]]
+    if "train_data" in splits:
+        for name in set(NOT_OURS).intersection(given):
+            raise UserError(f"{flag(name)} is for open_clip's reader, but vl_plugins reads here; remove it")
+        for name in ("shuffle_window", "train_num_samples"):
+            if name in given:
+                with user_errors(flag(name)):
+                    number(name, getattr(args, name), least=1, kind=int)
+        return
+    host_has_keys = hasattr(host_data, "JsonCaptionExtractor")  # 4.x
+    ours = {"shuffle_window", "caption_fields", "no_index", *(() if host_has_keys else SAMPLE_KEYS)}
+    for name in ours.intersection(given):
+        raise UserError(f"{flag(name)} needs training data, and --loss or --captions-per-image")
 
 
 def get_data(
@@ -306,8 +298,9 @@ def _training_data(args: Namespace, collection: Collection, transform: Callable,
     )
     if is_master(args):
         line = f"{args.train_data}: {collection.describe()}; {sampler.describe()}"
-        if isinstance(collection, Table) and collection.rows // sampler.global_batch != sampler.steps:
+        if isinstance(collection, TableCollection) and collection.rows // sampler.global_batch != sampler.steps:
             line += f", where open_clip's own reader takes {collection.rows // sampler.global_batch:,}"
+        line += collection.describe_equal_captions(are_negatives=not args.loss)
         logging.info(line)
     dataset = ShardDataset(
         collection,

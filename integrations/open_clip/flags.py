@@ -13,7 +13,7 @@ from vl_plugins.errors import UserError, one_of, require, user_errors
 from vl_plugins.integrations.command_lines import (
     CommandParser,
     KeyValues,
-    add_caption_lines,
+    add_caption_rule,
     add_max_image_pixels,
     find_config,
     read_yaml,
@@ -57,8 +57,10 @@ EXCLUDED = {
 }
 # Options of open_clip's readers that ours does not have.
 NOT_OURS = ("dataset_resampled", "length_bucketing", "bucket_chunk", "bucket_pool", "bucket_prefetch_pools")
-NOT_OURS += ("train_data_upsampling_factors", "text_key", "json_text_key")
-NOT_OURS += ("json_text_key_probs", "image_key", "text_pad_multiple")
+NOT_OURS += ("train_data_upsampling_factors", "json_text_key_probs", "text_pad_multiple")
+# Options of open_clip 4.x for the files and fields of a sample, which our reader has too.
+SAMPLE_KEYS = ("text_key", "json_text_key", "image_key")
+IMAGE_KEY = "jpg;png;jpeg;webp"
 
 
 def parse_args(argv: Sequence[str]) -> Namespace:
@@ -106,7 +108,7 @@ class _Parser(CommandParser):
         found = super().parse_args([*words, *argv])
         if not (found.loss or found.captions_per_image):
             # open_clip's reader gives what is no path to a program, such as ``pipe:``; ours opens paths and URLs only.
-            from vl_plugins.data.index import expand_braces
+            from vl_plugins.data.shard_names import expand_braces
 
             for option in ("train_data", "val_data"):
                 shards = getattr(from_file, option) or ""
@@ -153,6 +155,17 @@ def _exceptions() -> str:
     return "\n".join(lines)
 
 
+def _add_sample_keys(group: Any) -> None:
+    """Add :data:`SAMPLE_KEYS` with the meaning and the syntax of open_clip 4.x."""
+    add = group.add_argument
+    text = "extension of the captions in other programs' shards; 'txt;caption' for the first that is there"
+    add("--text-key", default="txt", metavar="EXTENSION", help=f"{text} (default: %(default)s)")
+    field = "field of the .json that has the caption; 'long;short' for the first that is not empty"
+    add("--json-text-key", metavar="FIELD", help=field)
+    picture = "extension of the picture (default: %(default)s)"
+    add("--image-key", default=IMAGE_KEY, metavar="EXTENSION", help=picture)
+
+
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("vl_plugins options")
     group.add_argument("--config", metavar="FILE.yaml", help="read flags from a file; the command line wins")
@@ -178,7 +191,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="shuffle shards, and images within windows of N, so that reads are close to each other (default: all "
         "images together)",
     )
-    add_caption_lines(group)
+    add_caption_rule(group)
+    group.add_argument(
+        "--no-index",
+        action="store_true",
+        help="do not write indexes of other programs' shards, which are scanned at each start then",
+    )
     group.add_argument(
         "--on-error",
         choices=("skip", "raise"),
@@ -195,6 +213,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     names = [name for action in parser._actions for name in action.option_strings]
     if "--max-image-pixels" not in names:  # which open_clip 4.x has
         add_max_image_pixels(group)
+    if "--text-key" not in names:  # which open_clip 4.x has
+        _add_sample_keys(group)
     group.add_argument(
         "--allow-other-loss",
         action="store_true",

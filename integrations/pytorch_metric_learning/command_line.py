@@ -42,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--resume", action="store_true", help="continue the run in --out, if any, after its last complete epoch")
     precision = "of the models, not of the losses (default: that of accelerate launch, or fp32)"
     add("--precision", choices=("fp32", "bf16", "fp16"), help=precision)
-    add("--device", choices=("cpu", "cuda"), help="default: cuda if available; one GPU per process")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda if available, with a GPU per process, else cpu")
     trackers = "trackers of accelerate, such as tensorboard (default) and wandb"
     add("--report-to", nargs="+", default=["tensorboard"], metavar="NAME", help=trackers)
     return parser

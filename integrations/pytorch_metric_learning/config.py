@@ -35,8 +35,8 @@ class DataConfig:
     """Which shards are read, and how; see :class:`vl_plugins.data.CaptionSampler`.
 
     Args:
-        train: shards to train on, as for :func:`vl_plugins.data.expand_shards`.
-        val: shards to evaluate on after each epoch.
+        train: data to train on, as for :func:`vl_plugins.data.read_collection`.
+        val: data to evaluate on after each epoch.
         inputs: ``"images"``, or ``"features"``: the ``.npy`` member of each sample instead of its picture.
         captions_per_image: ``"random"``, ``"first"``, ``"all"`` or a number.
         batch_size: images in a batch of each process; the loss compares those of all processes.
@@ -44,6 +44,8 @@ class DataConfig:
             :func:`vl_plugins.encoders.encode_in_chunks`. None encodes the whole batch.
         workers: loader processes of each process.
         caption_lines: ``"yes"``, ``"no"`` or ``"auto"``, see :func:`vl_plugins.data.read_collection`.
+        caption_fields: fields of the ``.json`` in other programs' shards, each of which is a caption.
+        keep_index: write indexes of other programs' shards, which are scanned at each start otherwise.
         samples_per_epoch: images in an epoch of all processes; by default those of ``train``.
         shuffle_window: shuffle shards, and images within windows of so many; by default all images together.
         prefetch_factor: batches that each loader process reads ahead; by default torch's.
@@ -61,6 +63,8 @@ class DataConfig:
     chunk_size: int | None = None
     workers: int = 4
     caption_lines: str = "auto"
+    caption_fields: list[str] = field(default_factory=list)
+    keep_index: bool = True
     samples_per_epoch: int | None = None
     shuffle_window: int | None = None
     prefetch_factor: int | None = None

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from vl_plugins.data import CaptionSampler, Draw, ShardDataset, evaluation_loader, read_collection, training_loader
+from vl_plugins.data.records import as_rule
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, config_errors
 from vl_plugins.integrations.pytorch_metric_learning.two_towers import TwoTowers
 
@@ -37,7 +38,9 @@ def make_training_loader(config: Config, towers: TwoTowers) -> DataLoader:
             samples_per_epoch=data.samples_per_epoch,
             shuffle_window=data.shuffle_window,
         )
-        logger.info(f"{data.train}: {dataset.collection.describe()}; {sampler.describe()}")
+        collection = dataset.collection
+        equal = collection.describe_equal_captions(are_negatives=config.one_set)
+        logger.info(f"{data.train}: {collection.describe()}; {sampler.describe()}{equal}")
         return training_loader(dataset, sampler, workers=data.workers, prefetch_factor=data.prefetch_factor)
 
 
@@ -71,8 +74,9 @@ def _dataset(config: Config, shards: str, towers: TwoTowers, *, is_train: bool) 
     data = config.data
     on_error = (data.on_read_error or data.on_error) if is_train else "raise"
     with config_errors("data"):
+        rule = as_rule(data.caption_lines, data.caption_fields)
         return ShardDataset(
-            read_collection(shards, on_error, data.caption_lines),
+            read_collection(shards, on_error, rule, keep_index=data.keep_index),
             transform,
             towers.tokenizer,
             inputs=data.inputs,

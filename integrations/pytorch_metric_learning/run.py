@@ -54,12 +54,15 @@ def make_accelerator(
     Args:
         precision: of the models: ``"fp32"``, ``"bf16"`` or ``"fp16"``; by default that of ``accelerate launch``.
         folder: of the run, where trackers write.
-        device: ``"cpu"`` or ``"cuda"``; by default a GPU if there is one.
+        device: ``"cpu"`` or ``"cuda"``; by default a GPU if there is one. Several processes without a GPU train on the
+            CPU.
         report_to: trackers of accelerate, such as ``"tensorboard"`` and ``"wandb"``.
 
     Raises:
         UserError: the device is not there or has no such precision, or accelerate is set to shard the model.
     """
+    if device is None and _started_processes() > 1 and not torch.cuda.is_available():
+        device = "cpu"  # accelerate joins processes on the CPU only if it is told to
     accelerator = Accelerator(
         mixed_precision="no" if precision == "fp32" else precision,
         cpu=device == "cpu",
@@ -80,6 +83,11 @@ def make_accelerator(
     return accelerator
 
 
+def _started_processes() -> int:
+    """Return how many processes torchrun, accelerate launch or a cluster started."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
 class Run:
     """A training with its folder: metrics and checkpoints after each epoch, from which it can be resumed.
 
@@ -97,7 +105,8 @@ class Run:
             may change, for example to more epochs; a warning lists the changes.
 
     Raises:
-        UserError: the configuration or the data are wrong, or the folder holds another run.
+        UserError: the configuration or the data are wrong, the folder holds another run, or the accelerator has not
+            joined the processes that were started.
     """
 
     def __init__(
@@ -105,6 +114,12 @@ class Run:
     ):
         self.config, self.folder = config, Path(folder)
         self.accelerator = accelerator or make_accelerator()
+        started = _started_processes()
+        if started > 1 and self.accelerator.num_processes == 1:
+            raise UserError(
+                f"{started} processes were started, but this one trains alone: use --device cpu "
+                "(make_accelerator(device='cpu')), or start them with torchrun or accelerate launch"
+            )
         file = self.folder / LATEST
         state = in_first_process(self.accelerator, lambda: read_state(self.folder, file, resume))
         self.history: list[dict[str, Any]] = [] if state is None else state["history"]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vl_plugins.data import read_collection
+from vl_plugins.data.records import as_rule
 from vl_plugins.encoders import (
     Embedder,
     FeatureTrunk,
@@ -109,7 +110,8 @@ def build_towers(config: Config, vocabulary: Vocabulary | None, *, pretrained: b
         name, options = split(config.text.trunk)
     if name == "gru":
         if vocabulary is None:
-            captions = read_collection(config.data.train, "skip", config.data.caption_lines).captions
+            rule = as_rule(config.data.caption_lines, config.data.caption_fields)
+            captions = read_collection(config.data.train, "skip", rule).captions
             with config_errors("text.vocabulary"):
                 vocabulary = Vocabulary.from_captions(captions, **config.text.vocabulary)
         path = options.get("word_vectors")

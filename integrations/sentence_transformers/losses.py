@@ -14,7 +14,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.functional import pad
 
 from vl_plugins.distributed import DistributedLoss, all_gather_rows, world_size
-from vl_plugins.errors import number
+from vl_plugins.errors import number, warn_of_input
 from vl_plugins.integrations.sentence_transformers.scoring import join_sets
 from vl_plugins.losses import CrossModalLoss, PairLoss, Warmup
 from vl_plugins.losses.cross_modal import known_positives
@@ -44,7 +44,9 @@ class RetrievalLoss(nn.Module):
             ``symmetric=False``, those of pytorch-metric-learning anchors with candidates.
         num_positives: number of columns with positives, >= 1.
         gather_across_devices: compare the batches of all processes, with the gradients of one process with all rows.
-        options: of the named loss, such as ``margin`` and ``scale``.
+        options: of the named loss, such as ``margin`` and ``scale``. Give the trainer a
+            :class:`~vl_plugins.integrations.sentence_transformers.LossStateCallback` for a loss that learns or counts,
+            such as one with ``learn_scale=True``; a warning says so.
 
     Raises:
         UserError: an unknown loss or option.
@@ -58,6 +60,8 @@ class RetrievalLoss(nn.Module):
     """
 
     uses_gradient_cache = False
+    is_in_checkpoints = False  # of a trainer, see LossStateCallback
+    _has_warned = False
 
     def __init__(
         self,
@@ -97,6 +101,7 @@ class RetrievalLoss(nn.Module):
         """
         if (world_size() > 1 or self.uses_gradient_cache) and any(p.requires_grad for p in self.loss.parameters()):
             raise ValueError(f"{self.loss} has parameters, whose gradients would be neither averaged nor scaled")
+        self._warn_of_state()
         if labels is None:
             return _input_keys(columns[0]), [_ids(column) for column in columns[1:]]
         if labels.ndim != 1 or labels.is_floating_point():
@@ -106,6 +111,18 @@ class RetrievalLoss(nn.Module):
         except ValueError:
             ids = None
         return labels.long(), ids
+
+    def _warn_of_state(self) -> None:
+        """Warn in the first step of a training whose checkpoints do not have what the loss learns or counts."""
+        if self.is_in_checkpoints or self._has_warned or not torch.is_grad_enabled():
+            return
+        self._has_warned = True
+        if self.loss.state_dict():
+            name = type(self.loss).__name__
+            warn_of_input(
+                f"the trainer's checkpoints do not have the parameters or the warm-up of {name}, which start anew when "
+                "training resumes: give the trainer callbacks=[LossStateCallback(loss)]"
+            )
 
     def _embed(self, column: dict[str, Any]) -> Tensor:
         if not self.compares_sets:

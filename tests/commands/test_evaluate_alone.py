@@ -73,7 +73,7 @@ def run_alone(extra, *arguments):
 
 def test_features_of_each_kind_need_the_extra_judge_only(tmp_path):
     blocked = modules_of_other_packages("judge")
-    heavy = {"torchvision", "open_clip", "duckdb", "msgspec", "webdataset", "PIL", "pandas", "matplotlib"}
+    heavy = {"torchvision", "open_clip", "msgspec", "webdataset", "PIL", "pandas", "matplotlib"}
     assert heavy <= blocked
     assert blocked.isdisjoint({"torch", "numpy", "scipy", "safetensors", "pyarrow", "pytorch_metric_learning"})
     example = features()

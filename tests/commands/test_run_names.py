@@ -31,6 +31,25 @@ def test_names_are_short_or_paths(make_files):
             run_names(runs)
 
 
+@pytest.mark.parametrize(
+    "mistyped",
+    [
+        "runs/epoch=3-step=999.ckpt",
+        "epoch=3-step=999.ckpt",
+        "epoch=3.ckpt",
+        "best-loss=-0.5.ckpt",
+        "c/lr=0.2/best.pt",
+        "runs/lr=small/best.pt",
+    ],
+)
+def test_a_path_with_an_equals_sign_that_is_not_there_stays_whole(mistyped, make_files):
+    make_files("runs/epoch=3-step=99.ckpt", "c/lr=0.1/best.pt", "4.npz")
+    assert run_names([mistyped]) == {mistyped: mistyped}
+    named = ["ours=laion2b_s34b_b79k", "siglip=hf-hub:timm/ViT-B-16-SigLIP2", "theirs=runs/none.pt", "a/b=4.npz"]
+    named += ["lightning=runs/epoch=3-step=99.ckpt"]
+    assert run_names(named) == dict(run.split("=", maxsplit=1) for run in named)
+
+
 def test_checkpoints_outside_of_runs_are_named_after_their_file(make_files, tmp_path):
     make_files("weights/foo.pt", "checkpoints/bar.pt", "cache/0123")
     (tmp_path / "weights" / "link.bin").symlink_to(tmp_path / "cache" / "0123")

@@ -1,12 +1,15 @@
 import io
 import json
+import uuid
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests.helpers.archives import read_archive
 from vl_plugins.cli import main
 from vl_plugins.data import read_collection
+from vl_plugins.data.files import write_file
 
 
 def run_shards(annotations, images, out, *flags, source="coco"):
@@ -157,6 +160,45 @@ def test_options_of_the_writer(toy_scenes, tmp_path, capsys):
     assert run_shards(*arguments, 4, "--overwrite") == 0
 
 
+def test_pictures_of_other_formats_and_sizes(toy_scenes, tmp_path, capsys):
+    (pictures := tmp_path / "pictures").mkdir()
+    with Image.open(toy_scenes / "val" / "toy_val_000065.png", formats=["PNG"]) as picture:
+        size = picture.size
+        picture.save(pictures / "a.gif")
+        picture.resize((2 * size[0], 3 * size[1])).save(pictures / "b.png")
+    (table := tmp_path / "own.csv").write_text("image,caption\na.gif,one\nb.png,two\n")
+    assert run_shards(table, pictures, tmp_path / "1", source="table") == 2
+    assert "but probably GIF; --convert (convert= of write_shards) makes it JPEG or PNG" in capsys.readouterr().err
+    assert run_shards(table, pictures, tmp_path / "1", "--convert", "jpeg", "--resize", 20, source="table") == 0
+    (shard,) = (tmp_path / "1").glob("*.tar")
+    assert [name for name in read_archive(shard) if name.endswith(("png", "jpg", "gif"))] == [
+        f"own-train-0000000{number}.jpg" for number in range(2)
+    ]
+    assert [(sample["width"], sample["height"]) for sample in read_samples(tmp_path / "1")] == [(20, 20), (20, 30)]
+    for flags in (("--convert", "png"), ("--resize", 9)):
+        arguments = ["shards", "table", "--annotations", table, "--features", pictures, "--out", tmp_path / "2", *flags]
+        assert main([str(argument) for argument in arguments]) == 2
+        assert f"error: {flags[0]} changes pictures, but --features" in capsys.readouterr().err
+
+
+def test_pictures_and_features_behind_urls(toy_scenes, tmp_path):
+    url = f"memory://{tmp_path.name}-{uuid.uuid4()}/folder"
+    (table := tmp_path / "own.csv").write_text("image,caption,id\nsub/a.png,one,7\n")
+    data = (toy_scenes / "val" / "toy_val_000065.png").read_bytes()
+    write_file(f"{url}/sub/a.png", data)
+    assert run_shards(table, url, tmp_path / "1", source="table") == 0
+    (shard,) = (tmp_path / "1").glob("*.tar")
+    assert read_archive(shard)["own-train-00000000.png"] == data
+
+    stream = io.BytesIO()
+    np.save(stream, np.ones((2, 3)))
+    write_file(f"{url}/7.npy", stream.getvalue())
+    arguments = ["shards", "table", "--annotations", str(table), "--out", str(tmp_path / "2"), "--features", url]
+    assert main(arguments) == 0
+    (shard,) = (tmp_path / "2").glob("*.tar")
+    assert read_archive(shard)["own-train-00000000.npy"] == stream.getvalue()
+
+
 def test_features_in_place_of_images(tmp_path):
     (features := tmp_path / "features").mkdir()
     (table := tmp_path / "own.csv").write_text("image,caption\nsub/a.jpg,one\nsub/b.jpg,two\n")
@@ -178,6 +220,8 @@ def test_features_in_place_of_images(tmp_path):
         (("--split", "trian"), "unknown split 'trian' (did you mean 'train'?); known: test, train, val"),
         (("--workers", "0"), "workers must be at least 1, got 0"),
         (("--dataset-name", "a b"), "'a b' cannot name a split or data set"),
+        (("--resize", "0"), "resize must be at least 1, got 0"),
+        (("--convert", "gif"), "invalid choice: 'gif'"),
         (("--coco-annotations", "nowhere.json"), "cannot read nowhere.json: No such file"),
     ],
 )

@@ -7,8 +7,9 @@ from functools import partial
 
 import pytest
 
+from tests.helpers.archives import encode_archive
 from vl_plugins.cli import main
-from vl_plugins.data import Columns, read_karpathy
+from vl_plugins.data import Columns, read_collection, read_karpathy
 from vl_plugins.data.hub import HubFiles, read_hugging_face
 from vl_plugins.data.writer import write_shards
 from vl_plugins.errors import UserError
@@ -201,3 +202,26 @@ def test_rows_are_one_image_by_their_bytes(items, tmp_path, ids):
         rows.append(row)
     images, _ = read_hugging_face(write_parquet(tmp_path / "set", train=rows))
     assert [image.captions for image in images] == [("0", "1"), ("2",)]
+
+
+@pytest.mark.parametrize("counts", [(5, 5), (5, 1)])
+def test_tars_whose_texts_are_captions_in_lines(items, tmp_path, counts):
+    """As CLIP_benchmark writes them, and texts that are a single caption with line breaks."""
+    members = []
+    for number, count in enumerate(counts):
+        text = "\n".join(f"caption {line} of {number}" for line in range(count))
+        members += [(f"{number}.png", items[number]["image"]["bytes"]), (f"{number}.txt", text)]
+    (tmp_path / "tars").mkdir()
+    (tmp_path / "tars/x.tar").write_bytes(encode_archive(members))
+    found = [image.captions for image in read_hugging_face(str(tmp_path / "tars"))[0]]
+    assert list(map(len, found)) == ([5, 5] if counts == (5, 5) else [1, 1])
+    assert found[0][0].splitlines()[0] == "caption 0 of 0"
+
+
+def test_a_folder_of_pictures_with_texts(items, tmp_path):
+    (tmp_path / "pairs").mkdir()
+    for number in range(3):
+        (tmp_path / f"pairs/{number}.png").write_bytes(items[number]["image"]["bytes"])
+        (tmp_path / f"pairs/{number}.txt").write_text(f"bird {number}")
+    assert run_shards(str(tmp_path / "pairs"), tmp_path / "out") == 0
+    assert read_collection(tmp_path / "out").captions == ["bird 0", "bird 1", "bird 2"]

@@ -16,7 +16,8 @@ from tests.helpers.archives import encode_archive, encode_picture, read_archive
 from tests.helpers.numbered_shards import write_captioned, write_numbered
 from vl_plugins.cli import main
 from vl_plugins.data import expand_shards, read_collection
-from vl_plugins.data.index import has_caption_lines, index_file, index_shard, read_head, scan_shard, write_index
+from vl_plugins.data.index import index_file, index_shard, read_head, scan_shard, write_index
+from vl_plugins.data.reading import settled
 from vl_plugins.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:failed to import `ujson`")
@@ -244,7 +245,7 @@ class TestCaptionsInLines:
         """An index that was written by another rule does not count."""
         if index is not None:
             for shard in shards:
-                index_shard(shard, has_lines=has_caption_lines(shards, index))
+                index_shard(shard, rule=settled(shards, index))
         collection = read_collection(shards, caption_lines=rule)
         assert collection.captions_per_image.tolist() == [captions] * 2
         assert collection.only_txt == (2 if captions == 1 else 0)
@@ -285,7 +286,7 @@ class TestCaptionsInLines:
         assert "indexes: 2 new" in capsys.readouterr().out
         assert main(["shards", "index", *shards]) == 0
         assert "indexes: 0 new, 0 rewritten, 2 unchanged" in capsys.readouterr().out
-        assert read_head(shards[0]).has_lines
+        assert read_head(shards[0]).rule.lines
 
 
 class TestArchives:

@@ -8,7 +8,6 @@ from collections import Counter
 from pathlib import Path
 
 import fsspec
-import numpy as np
 import pytest
 
 from tests.helpers.archives import encode_archive, encode_picture
@@ -21,7 +20,6 @@ from vl_plugins.data import (
     write_shards,
 )
 from vl_plugins.data.index import index_file
-from vl_plugins.data.out_of_core import count_repeats
 
 FIRST, SECOND, THIRD = (f"tiny-train-{index:06d}.tar" for index in range(3))
 PICTURE = encode_picture((200, 100))
@@ -179,11 +177,3 @@ def test_sound_folder_and_its_copy_behind_a_url(sound):
     assert verify_shards([f"{sound}/{name}" for name in shards]) == (6, 12, [])
     fsspec.filesystem("memory").put(str(sound), "/test_inspection", recursive=True)
     assert verify_shards([f"memory://test_inspection/{name}" for name in shards]) == (6, 12, [])
-
-
-def test_repeats_among_more_integers_than_are_counted_at_a_time():
-    parts = [np.random.default_rng(seed).integers(-(10**5), 10**5, 10_000) for seed in range(50)]
-    parts.append(np.array([-(2**63), 2**63 - 1, -(2**63)]))
-    counts = np.unique(np.concatenate(parts), return_counts=True)[1]
-    several = counts[counts > 1]
-    assert count_repeats(iter(parts)) == (500_003, several.sum(), len(several), several.max())

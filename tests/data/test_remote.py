@@ -14,7 +14,7 @@ from tests.helpers.servers import http_server, s3_server, serve
 from vl_plugins.cli import main
 from vl_plugins.data import CaptionSampler, ShardDataset, evaluation_loader, read_collection, training_loader
 from vl_plugins.data.sources import read_karpathy
-from vl_plugins.data.writer import write_shards
+from vl_plugins.data.writer import FileFolder, write_shards
 from vl_plugins.errors import UserError
 
 SHARDS = "toy-train-{000000..000007}.tar"
@@ -184,6 +184,37 @@ def test_a_server_without_ranges_is_an_error(toy_shards):
         dataset = ShardDataset(f"{url}/{SHARDS}", to_tensor, tokenize, on_error="skip")
         with pytest.raises(ValueError, match=r"toy-train-000001\.tar: expected the files of one image"):
             dataset[9]
+
+
+def test_pictures_of_s3_that_change(toy_scenes, bucket, tmp_path):
+    """Also if their folder has been listed before, which fsspec remembers."""
+    images = list(read_karpathy(toy_scenes / "dataset_toy.json", "coco"))[:3]
+    files = fsspec.filesystem("s3")
+    for image in images:
+        files.pipe(f"{bucket}/pictures/{image.file}", (toy_scenes / image.file).read_bytes())
+    url = f"{bucket}/pictures"
+    written = write_shards(images, url, tmp_path / "out")
+    states = [FileFolder(url).state(image.file) for image in images]
+    assert all(dict(state).keys() >= {"size", "ETag", "LastModified"} for state in states)
+    folder = os.path.dirname(images[0].file)
+    assert len(files.ls(f"{url}/{folder}", detail=True)) == 3
+    assert [FileFolder(url).state(image.file) for image in images] == states
+    assert FileFolder(url).state(f"{folder}/none.png") is None
+
+    other = fsspec.filesystem("s3", skip_instance_cache=True)  # as another process
+    other.pipe(f"{url}/{images[1].file}", (toy_scenes / images[2].file).read_bytes())
+    with pytest.raises(UserError, match="has other contents"):
+        write_shards(images, url, tmp_path / "out")
+    assert write_shards(images, url, tmp_path / "out", overwrite=True) == written
+
+
+def test_a_busy_server_has_not_lost_its_pictures(toy_scenes, tmp_path, pauses):
+    with (
+        http_server(toy_scenes, busy=lambda number: True, file=".png") as (url, _),
+        pytest.raises(UserError, match=r"cannot read http.*: .*503|Service Unavailable"),
+    ):
+        FileFolder(url).state("val/toy_val_000065.png")
+    assert pauses == [0.5, 1.0, 2.0, 4.0]
 
 
 def test_shards_are_written_to_s3(toy_scenes, toy_shards, bucket, capsys):

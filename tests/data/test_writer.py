@@ -1,9 +1,11 @@
 import argparse
+import contextlib
 import hashlib
 import io
 import itertools
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -28,8 +30,9 @@ from tests.helpers.archives import encode_picture, read_archive
 from tests.helpers.pictures import VAST, fail_to_decode, vast_png
 from tests.helpers.processes import start_as_terminal
 from vl_plugins.data.captions import CaptionedImage, RejectedImage, is_blank
-from vl_plugins.data.files import lock, names, read_bytes
+from vl_plugins.data.files import lock, names, read_bytes, remove, write_file
 from vl_plugins.data.index import index_file, read_head, read_records, scan_shard
+from vl_plugins.data.samples import decode
 from vl_plugins.data.writer import FileFolder, write_shards
 from vl_plugins.errors import UserError
 
@@ -195,6 +198,94 @@ class TestFeatures:
             write_features(make_images(1))
         with pytest.raises(UserError, match="leads out of the image root"):
             write_features([replace(owls, image_id="../secret")], "../secret.npy")
+
+
+class TestChangedPictures:
+    @pytest.fixture
+    def images(self, root, make_images):
+        """Records of a PNG, a GIF, a JPEG and a PNG of 16 bits; the JPEG is large."""
+        images = make_images(4)
+        for image, (size, *options) in zip(
+            images, [((8, 6), "PNG"), ((7, 5), "GIF"), ((90, 60), "JPEG"), ((9, 4), "PNG", None, "I;16")], strict=True
+        ):
+            (root / image.file).write_bytes(encode_picture(size, *options))
+        return images
+
+    def test_members(self, images, write):
+        written, _ = write(images, samples_per_shard=4, convert="png", resize=30)
+        content = read_archive(written.shards[0])
+        pictures = [name for name in content if not name.endswith(("json", "txt"))]
+        assert [name[-5:] for name in pictures] == ["0.png", "1.png", "2.png", "3.png"]
+        for name, size in zip(pictures, [(8, 6), (7, 5), (45, 30), (9, 4)], strict=True):
+            metadata = json.loads(content[name.replace("png", "json")])
+            assert (metadata["width"], metadata["height"]) == size == decode({"png": content[name]}).size
+        assert content[pictures[0]] == encode_picture((8, 6)), "nothing has to change"
+        written, _ = write(images, "2", samples_per_shard=4, convert="jpeg")
+        assert [name[-5:] for name in read_archive(written.shards[0]) if name.endswith(("g", "p"))] == [
+            *("0.png", "1.jpg", "2.jpg", "3.jpg")
+        ]
+
+    def test_without_the_options_there_are_errors(self, images, write):
+        hint = r"--convert \(convert= of write_shards\) makes it JPEG or PNG"
+        written, _ = write(images, on_error="skip", samples_per_shard=4)
+        assert [image.image for image in written.rejected] == [images[1].file, images[3].file]
+        for image in (images[1], images[3]):
+            with pytest.raises(UserError, match=rf"^{image.file} .*{hint}$"):
+                write([image], "2", resize=3)
+
+    def test_other_options_are_another_run(self, tmp_path, root, images, write):
+        options = {"samples_per_shard": 4, "on_error": "skip"}
+        runs = [{}, {"convert": "png"}, {"convert": "jpeg"}, {"convert": "png", "resize": 30}, {"resize": 30}]
+        for run in runs:
+            with contextlib.suppress(UserError):
+                write(images, **options, **run)
+            _, whole = write(images, f"whole{len(run)}{run}", **options, **run)
+            assert write(images, **options, **run, overwrite=True)[1] == whole
+            files = Reader(root)
+            write_shards(images, files, tmp_path / "out", **options, **run)
+            assert files.read_files == []
+
+    def test_fingerprints_of_former_versions_stay_valid(self, tmp_path, root, make_images):
+        """Without the options. They are those that 0.3 has written."""
+        (root / "a.png").write_bytes(encode_picture())
+        image = CaptionedImage(0, "a.png", ("one",), (0,), "train", "tiny", "a.png")
+        fingerprints = []
+        runs = [{}, {"max_image_pixels": 0}, {"resize": 9}, {"resize": 10}, {"convert": "png"}, {"convert": "jpeg"}]
+        for number, options in enumerate(runs):
+            written = write_shards([image], Unchanging(root), tmp_path / f"{number}", **options)
+            fingerprints.append(read_head(written.shards[0]).fingerprint)
+        assert fingerprints[:2] == [
+            "ec6631c3963e49d11f88185546f14074e6d3385a951f82010bf7d305fa5d01fe",
+            "ab711fbe1d37bfd60361e01dfe04b7c4fe727f86699acf7bda6764f3128dce2b",
+        ]
+        assert len(set(fingerprints)) == len(runs)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"resize": 0}, "resize must be at least 1, got 0"),
+            ({"convert": "gif"}, "unknown convert 'gif'; known: jpeg, png"),
+            ({"resize": 9, "inputs": "features"}, "--resize changes pictures, but --features (inputs='features') has"),
+            ({"convert": "png", "inputs": "features"}, "--convert changes pictures, but --features (inputs='features'"),
+        ],
+    )
+    def test_wrong_options(self, tmp_path, make_images, write, options, message):
+        with pytest.raises(UserError, match=re.escape(message)):
+            write(make_images(1), **options)
+        assert not (tmp_path / "out").exists()
+
+    def test_too_many_pixels(self, root, make_images, write, monkeypatch):
+        images = make_images(1)
+        (root / images[0].file).write_bytes(vast_png())
+        fail_to_decode(monkeypatch)
+        for options in ({"resize": 10}, {"convert": "jpeg"}):
+            with pytest.raises(UserError, match=f"the image has {VAST}, more than max_image_pixels 89,000,000"):
+                write(images, **options)
+
+
+class Unchanging(FileFolder):
+    def state(self, file):
+        return 5, 7
 
 
 class TestWrongInput:
@@ -364,6 +455,77 @@ class TestAgain:
         write(images, on_error="skip")
         with pytest.raises(UserError, match="image id 0"):
             write(images)
+
+
+class TestPicturesBehindUrls:
+    @pytest.fixture
+    def url(self):
+        return f"memory://{uuid.uuid4()}/pictures"
+
+    def test_they_are_written_as_those_of_a_folder(self, tmp_path, root, make_images, write, url):
+        images = make_images(3)
+        _, local = write(images)
+        for image in images:
+            write_file(f"{url}/{image.file}", (root / image.file).read_bytes())
+        write_shards(images, url, tmp_path / "remote", samples_per_shard=2)
+        remote = read_tree(tmp_path / "remote")
+        assert remote.keys() == local.keys()
+        for name in local:
+            assert name.endswith(".jsonl") or remote[name] == local[name]
+
+    def test_a_picture_that_has_changed_is_noticed(self, tmp_path, make_images, url):
+        """Though it has as many bytes as before; one that has not is not read again."""
+        images = make_images(2)
+        for image in images:
+            write_file(f"{url}/sub/{image.file}", encode_picture(color=1))
+        images = [replace(image, file=f"sub/{image.file}") for image in images]
+        write_shards(images, url, tmp_path / "out")
+        files = Reader(url)
+        write_shards(images, files, tmp_path / "out")
+        assert files.read_files == []
+
+        other = encode_picture(color=2)
+        assert len(other) == len(encode_picture(color=1))
+        write_file(f"{url}/{images[1].file}", other)
+        with pytest.raises(UserError, match="has other contents"):
+            write_shards(images, url, tmp_path / "out")
+        (shard,) = write_shards(images, url, tmp_path / "out", overwrite=True).shards
+        assert read_archive(shard)["tiny-train-00000001.png"] == other
+        assert write_shards(images, files, tmp_path / "out").shards == [shard]
+        assert files.read_files == []
+
+    def test_states(self, tmp_path, url):
+        write_file(f"{url}/a.png", b"one")
+        files = FileFolder(url)
+        state = files.state("a.png")
+        assert state == files.state("a.png") == pickle.loads(pickle.dumps(files)).state("a.png")
+        assert state[0] == ["size", "3"]
+        assert msgspec.json.decode(msgspec.json.encode(state)) == state
+        assert files.state("b.png") is None
+        write_file(f"{url}/a.png", b"two")
+        assert files.state("a.png") != state
+        remove(f"{url}/a.png")
+        assert files.state("a.png") is None
+        with pytest.raises(UserError, match=rf"^cannot read {url}/a\.png: "):
+            files.read("a.png")
+
+    def test_states_of_local_files_are_those_of_former_versions(self, tmp_path):
+        (tmp_path / "a b#?.png").write_bytes(b"one")
+        status = (tmp_path / "a b#?.png").stat()
+        for root in (tmp_path, str(tmp_path), f"file://{tmp_path}"):
+            files = FileFolder(root)
+            assert files.state("a b#?.png") == (3, status.st_mtime_ns)
+            assert files.state("none.png") is None
+            assert files.read("a b#?.png") == b"one"
+
+    def test_features_by_image_id(self, tmp_path, make_images, url):
+        images = make_images(2)
+        for image in images:
+            stream = io.BytesIO()
+            np.save(stream, np.full((2, 3), image.image_id + 1, dtype="float32"))
+            write_file(f"{url}/{image.image_id}.npy", stream.getvalue())
+        (shard,) = write_shards(images, url, tmp_path / "out", inputs="features").shards
+        assert np.load(io.BytesIO(read_archive(shard)["tiny-train-00000001.npy"]))[0, 0] == 2
 
 
 class TestSameBytes:

@@ -18,7 +18,7 @@ __all__ = ["LAUNCH", "OURS", "TRAIN_TOWERS", "Finished", "forked"]
 OURS = "vl_plugins.cli"
 LAUNCH = "vl_plugins.integrations.open_clip.launcher"
 TRAIN_TOWERS = "vl_plugins.integrations.pytorch_metric_learning.command_line"
-MODULES = (OURS, LAUNCH, TRAIN_TOWERS, "vl_plugins.integrations.open_clip.train", "matplotlib.figure", "duckdb")
+MODULES = (OURS, LAUNCH, TRAIN_TOWERS, "vl_plugins.integrations.open_clip.train", "matplotlib.figure")
 MODULES += ("vl_plugins.integrations.pytorch_metric_learning.run", "safetensors.torch", "transformers")
 SECONDS, MEGABYTES = 60, 1000  # of the processor; and beyond the memory of the parent
 

@@ -12,7 +12,7 @@ from torchvision.transforms import PILToTensor
 from tests.helpers.archives import encode_archive, encode_picture
 from vl_plugins.data import Collection
 from vl_plugins.data.index import make_head, scan_shard, write_index
-from vl_plugins.data.samples import Record
+from vl_plugins.data.records import Record
 
 transform = PILToTensor()
 

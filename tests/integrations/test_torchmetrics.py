@@ -44,11 +44,67 @@ def in_process(rank):
     rows = torch.arange(0, 5) if rank == 0 else torch.arange(5, 12)
     for part in rows.split(3):
         metric.update(images.repeat_interleave(CAPTIONS, dim=0)[part], captions[part], ids[part], caption_ids=part)
-    return {name: value.item() for name, value in metric.compute().items()}
+    return values(metric)
 
 
 def test_captions_of_an_image_in_several_batches_and_two_processes():
     assert in_processes(in_process, 2) == [pytest.approx(expected(), abs=1e-6)] * 2
+
+
+def values(metric):
+    return {name: value.item() for name, value in metric.compute().items()}
+
+
+def update(metric, rows):
+    """Add images with all captions of theirs."""
+    images, captions = embeddings()
+    rows = torch.tensor(rows)
+    metric.update(images[rows], captions.view(6, CAPTIONS, 4)[rows].flatten(0, 1), IDS[rows])
+
+
+def one_process_has_samples(rank):
+    """Return the metrics where the second process has no samples, and where it gets some after that."""
+    metric = CrossModalRecall()
+    if rank == 0:
+        update(metric, [0, 1, 2, 3, 4, 5])
+    without = values(metric)
+    metric.reset()
+    if rank == 0:
+        update(metric, [0, 1, 2])
+    metric.compute()
+    update(metric, [3] if rank == 0 else [4, 5])
+    return [without, values(metric)]
+
+
+def test_a_process_without_samples_has_the_metrics_of_the_others():
+    right = pytest.approx(expected(), abs=1e-6)
+    for found in in_processes(one_process_has_samples, 2):
+        assert found == [right, right]
+
+
+def other_precision(rank):
+    """Return the metrics of float32 in one process, and of a batch without rows and of float16 in the other."""
+    metric, (images, captions) = CrossModalRecall(), embeddings()
+    if rank == 0:
+        metric.update(images[:5], captions[:10], IDS[:5])
+    else:
+        metric.update(images[:0].half(), captions[:0].half(), IDS[:0])
+        metric.update(images[5:].half(), captions[10:].half(), IDS[5:])
+    return values(metric)
+
+
+def test_processes_with_embeddings_of_different_precision():
+    assert in_processes(other_precision, 2) == [pytest.approx(expected(), abs=1e-6)] * 2
+
+
+def no_samples(rank):
+    with pytest.raises(ValueError, match=r"^there are no images: call update before compute$"):
+        CrossModalRecall().compute()
+
+
+def test_no_samples_at_all_are_an_error():
+    no_samples(0)
+    assert in_processes(no_samples, 2) == [None, None]
 
 
 def test_samples_that_a_distributed_sampler_repeats_count_once():

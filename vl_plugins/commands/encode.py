@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from vl_plugins.errors import number
-from vl_plugins.integrations.command_lines import add_caption_lines, add_max_image_pixels
+from vl_plugins.integrations.command_lines import add_caption_rule, add_max_image_pixels
 
 __all__ = ["add_options", "encode", "positive", "register", "run"]
 
@@ -25,7 +25,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "checkpoint", help="checkpoint or run folder, hf-hub:ORG/NAME, local-dir:FOLDER, or open_clip's pretrained tag"
     )
-    parser.add_argument("shards", help="shards with the images and captions; {000000..000004} for several")
+    data = "shards, {000000..000004} for several, or a table, Parquet file or folder, with the images and captions"
+    parser.add_argument("shards", help=data)
     parser.add_argument("out", help=".safetensors or .npz file, or a folder")
     parser.add_argument("--model", help="open_clip model (default: that of the run)")
     add_options(parser)
@@ -41,7 +42,7 @@ def add_options(parser: Any) -> None:
     add("--workers", type=int, metavar="N", default=1, help="loader processes (default: %(default)s)")
     add("--device", help="cpu, cuda, cuda:1, ... for models (default: cuda if available)")
     add("--precision", default="fp32", help="as in open_clip: fp32, bf16, amp_bf16, ... (default: %(default)s)")
-    add_caption_lines(parser)
+    add_caption_rule(parser)
     add_max_image_pixels(parser)
 
 
@@ -64,17 +65,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 def encode(arguments: argparse.Namespace, checkpoints: list[str]) -> list[Any]:
     """Return the features of checkpoints; None in all processes but the first."""
-    from vl_plugins.data import expand_shards
+    from vl_plugins.data.reading import check_data
+    from vl_plugins.data.records import as_rule
 
-    expand_shards(arguments.shards)  # before torch is imported and the processes meet
+    rule = as_rule(arguments.caption_lines, arguments.caption_fields)
+    check_data(arguments.shards)  # before torch is imported and the processes meet
     import torch
 
     from vl_plugins.distributed import stop_processes
     from vl_plugins.integrations.encoding import encode_checkpoint
 
     own_device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
-    names = ("model", "model_config", "batch_size", "workers", "precision", "caption_lines", "max_image_pixels")
-    options = {name: getattr(arguments, name) for name in names} | {"device": arguments.device or own_device}
+    names = ("model", "model_config", "batch_size", "workers", "precision", "max_image_pixels")
+    options = {name: getattr(arguments, name) for name in names}
+    options |= {"device": arguments.device or own_device, "caption_lines": rule}
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # set by torchrun
         # gloo gathers embeddings in CPU memory: on the GPU, all of them may not fit beside a model.
         torch.distributed.init_process_group("gloo")

@@ -46,7 +46,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     checkpoints = "encode first: checkpoints or run folders, hf-hub:ORG/NAME, or pretrained tags of open_clip"
     add("--checkpoint", **several, help=checkpoints)
     add("--model", metavar="NAME", help="open_clip model of all checkpoints (default: that of each run)")
-    add("--shards", help="shards to encode, or that features are of; {000000..000004} for several")
+    shards = "data to encode, or that features are of: shards, {000000..000004} for several, or a table or folder"
+    add("--shards", help=shards)
     add("--baseline", metavar="NAME", help="model that the others are compared with (default: the first)")
     add("--ensemble", action="store_true", help="also evaluate the mean of all similarities")
     add("--protocol", nargs="+", metavar="NAME", default=["plain"], help="one or more of those below (default: plain)")
@@ -132,8 +133,10 @@ def _features(arguments: argparse.Namespace, runs: Sequence[tuple[str, str]]) ->
     collection: Any = None
     if shards:
         from vl_plugins.data import read_collection
+        from vl_plugins.data.records import as_rule
 
-        collection = read_collection(shards, caption_lines=arguments.caption_lines)  # before torch is imported
+        rule = as_rule(arguments.caption_lines, arguments.caption_fields)
+        collection = read_collection(shards, caption_lines=rule)  # before torch is imported
     from vl_plugins.retrieval.features import load_features
     from vl_plugins.retrieval.protocols import check_images
 

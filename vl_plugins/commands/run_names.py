@@ -1,6 +1,7 @@
 """Short names of training runs, for tables and plots."""
 
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,11 +39,24 @@ def named_runs(runs: Sequence[str]) -> list[tuple[str, str]]:
     """
     pairs = []
     for run in runs:
-        name, separator, path = run.partition("=")
-        is_named = separator and not os.path.exists(run)
-        pairs.append((name, path) if is_named else (_short_name(run), run))
+        name, _, path = run.partition("=")
+        pairs.append((name, path) if _is_named(run) else (_short_name(run), run))
     counts = Counter(name for name, _ in pairs)
     return [(path if counts[name] > 1 and path in runs else name, path) for name, path in pairs]
+
+
+def _is_named(run: str) -> bool:
+    """Return whether a run is ``NAME=PATH``, and not a path that holds ``=``.
+
+    What is there decides. A folder before ``=``, or a number after it, tells a mistyped path, such as
+    ``runs/epoch=3-step=999.ckpt``: the error shows all of it.
+    """
+    name, separator, path = run.partition("=")
+    if not separator or os.path.exists(run):
+        return False
+    if os.path.exists(path):
+        return True
+    return not os.path.dirname(name) and not re.match(r"[-+.]?\d", path)
 
 
 def _short_name(path: str) -> str:

@@ -25,11 +25,11 @@ SOURCES = {
         "coco-captions --images coco --out shards \\\n    --annotations captions_train2017.json captions_val2017.json",
     ),
     "table": (
-        "images and captions of a table (CSV, TSV, JSON Lines)",
+        "images and captions of a table (CSV, TSV, JSON, Parquet with paths)",
         "table --annotations birds.csv --images pictures --out shards",
     ),
     HUB: (
-        "a data set of the Hugging Face hub, a Parquet file or a local folder",
+        "a data set of the Hugging Face hub, a Parquet file, or a local folder, also of pictures with .txt",
         "hugging-face nlphuji/flickr30k \\\n    --revision refs/convert/parquet --out shards",
         "hugging-face folder-of-parquet-files --out shards",
     ),
@@ -74,14 +74,14 @@ def _add_reading_options(group: argparse._ArgumentGroup, source: str) -> None:
         add("--data-files", type=_split_pattern, nargs="+", metavar="SPLIT=PATTERN", help=files)
     else:
         number: Any = "+" if source == "coco-captions" else 1
-        what = "the table: text with a row of column names, or .jsonl" if source == "table" else "annotation file"
+        what = "the table: text with a row of column names, .jsonl, .json, .parquet, or Flickr30K's .token"
+        what = what if source == "table" else "annotation file"
         add("--annotations", type=Path, nargs=number, required=True, metavar="FILE", help=what)
         folders = group.add_mutually_exclusive_group(required=True)
-        folders.add_argument(
-            "--images", type=Path, metavar="DIR", help="folder of the images; paths are relative to it"
-        )
-        features = "folder of feature arrays (N, W) instead, one .npy per image id or image file name"
-        folders.add_argument("--features", type=Path, metavar="DIR", help=features)
+        images = "folder of the images, or an fsspec URL such as s3://...; paths are relative to it"
+        folders.add_argument("--images", type=_folder, metavar="DIR", help=images)
+        features = "folder or URL of feature arrays (N, W) instead, one .npy per image id or image file name"
+        folders.add_argument("--features", type=_folder, metavar="DIR", help=features)
     if source in ("table", HUB):
         images = "images, or their paths; rows with the same path are one image"
         add("--image-column", metavar="COLUMN", help=f"{images} (default: image, filepath, ...)")
@@ -109,6 +109,11 @@ def _add_writing_options(parser: argparse.ArgumentParser) -> None:
     add("--dataset-name", metavar="NAME", help="prefix of shard names (default: from the source)")
     add("--samples-per-shard", type=int, default=1000, metavar="N", help="images per shard (default: %(default)s)")
     add_max_image_pixels(writing)
+    convert = "write GIF, BMP, TIFF and gray of 16 bits in this format (default: such pictures are unusable)"
+    add("--convert", choices=("jpeg", "png"), help=convert)
+    resize = "shrink pictures whose shorter side is longer to this one, and never enlarge any; PNG stays PNG, others "
+    resize += "become JPEG, or all what --convert says (default: keep sizes)"
+    add("--resize", type=int, metavar="SIDE", help=resize)
     add("--seed", type=int, metavar="N", help="shuffle training splits (default: keep the order)")
     group = parser.add_argument_group("how to run")
     shards_info.add_engine(group, "written")
@@ -123,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
     from vl_plugins.data import write_shards
 
     images, files = _read_source(arguments)
-    names = ("samples_per_shard", "seed", "workers", "on_error", "overwrite", "max_image_pixels")
+    names = ("samples_per_shard", "seed", "workers", "on_error", "overwrite", "max_image_pixels", "convert", "resize")
     options = {name: getattr(arguments, name) for name in names}
     options |= {
         "inputs": "images" if arguments.features is None else "features",
@@ -154,10 +159,7 @@ def _read_source(arguments: argparse.Namespace) -> tuple[Iterable[Any], Any]:
         names = arguments.image_column, arguments.caption_column, arguments.split_column, arguments.id_column
         common["columns"] = Columns(*names, arguments.group_column)
     if action == HUB:
-        from vl_plugins.data import read_hugging_face
-
-        common["data_files"] = dict(arguments.data_files or ()) or None
-        images, files = read_hugging_face(arguments.name, **common)
+        images, files = _read_data_set(arguments, common)
     elif action == "table":
         images = read_table(*arguments.annotations, image_root=files, **common)
     elif action == "coco-captions":
@@ -171,6 +173,18 @@ def _read_source(arguments: argparse.Namespace) -> tuple[Iterable[Any], Any]:
     return images, files
 
 
+def _read_data_set(arguments: argparse.Namespace, options: dict[str, Any]) -> tuple[Iterable[Any], Any]:
+    """Return the images of a data set of the hub or in a folder, and what they are read from."""
+    from vl_plugins.data import read_hugging_face, read_table
+    from vl_plugins.data.table_collection import is_picture_folder
+
+    name = arguments.name
+    if is_picture_folder(name):
+        return read_table(name, options["columns"], dataset_name=options["dataset_name"]), name
+    options["data_files"] = dict(arguments.data_files or ()) or None
+    return read_hugging_face(name, **options)
+
+
 def _of_splits(images: Iterable[Any], splits: Sequence[str] | None) -> Iterator[Any]:
     """Yield the images of some splits; raise an error at the end for a split without any."""
     seen = set()
@@ -180,6 +194,11 @@ def _of_splits(images: Iterable[Any], splits: Sequence[str] | None) -> Iterator[
             yield image
     for split in splits or ():
         one_of("split", split, seen)
+
+
+def _folder(text: str) -> str | Path:
+    """Return a URL as it is, of which a path would drop a slash, or else a path."""
+    return text if "://" in text else Path(text)
 
 
 def _split_pattern(text: str) -> list[str]:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from vl_plugins.errors import UserError
-from vl_plugins.integrations.command_lines import add_caption_lines, add_max_image_pixels
+from vl_plugins.integrations.command_lines import add_caption_rule, add_max_image_pixels
 from vl_plugins.tables import printable
 
 __all__ = ["add_engine", "print_rejected", "register"]
@@ -22,7 +22,7 @@ def register(actions: argparse._SubParsersAction) -> None:
         parser.add_argument("shards", nargs="+", metavar="SHARDS", help=shards)
         if run is not _info:
             add_engine(parser, "read")
-        add_caption_lines(parser)
+        add_caption_rule(parser)
         if run is _index:
             skip = "stop at a sample without captions, or leave it out (default: %(default)s)"
             parser.add_argument("--on-error", choices=("raise", "skip"), default="raise", help=skip)
@@ -41,30 +41,43 @@ def add_engine(parser: Any, what: str) -> None:
 def _find_shards(arguments: argparse.Namespace) -> list[str]:
     """Return the shards asked for: of a folder all that are there or have an index."""
     from vl_plugins.data.files import join, names
-    from vl_plugins.data.index import INDEX_FOLDER, expand_shards
+    from vl_plugins.data.index import INDEX_FOLDER
+    from vl_plugins.data.shard_names import SHARDS, expand_shards, shards_in
 
     shards: list[str] = []
     for place in arguments.shards:
-        if place.endswith(".tar"):
+        folder, _, name = place.rpartition("/")
+        if "*" in name or "?" in name:
+            shards += shards_in(folder, name, of_one_split=False)
+        elif place.endswith(".tar"):
             shards += expand_shards(place)
-            continue
-        indexes = names(join(place, INDEX_FOLDER), "*.tar.jsonl")
-        found = {*names(place, "[!.]*.tar"), *(index.removesuffix(".jsonl") for index in indexes)}
-        if not found:
-            raise UserError(f"{place} holds no shards; expected .tar files")
-        shards += [join(place, name) for name in sorted(found)]
+        else:
+            in_folder = set(names(place, SHARDS))
+            for index in names(join(place, INDEX_FOLDER), "*.tar.jsonl"):
+                in_folder.add(index.removesuffix(".jsonl"))
+            if not in_folder:
+                raise UserError(f"{place} holds no shards; expected .tar files")
+            for name in sorted(in_folder):
+                shards.append(join(place, name))
     return list(dict.fromkeys(shards))
+
+
+def _rule(arguments: argparse.Namespace) -> Any:
+    from vl_plugins.data.records import as_rule
+
+    return as_rule(arguments.caption_lines, arguments.caption_fields)
 
 
 def _index(arguments: argparse.Namespace) -> int:
     from vl_plugins.data.engines import run_jobs
-    from vl_plugins.data.index import has_caption_lines, index_shard
+    from vl_plugins.data.index import index_shard
+    from vl_plugins.data.reading import settled
 
     shards = _find_shards(arguments)
     counts = dict.fromkeys(("new", "rewritten", "unchanged"), 0)
     images, rejected = 0, []
-    has_lines = has_caption_lines(shards, arguments.caption_lines)
-    index = partial(index_shard, on_error=arguments.on_error, has_lines=has_lines)
+    rule = settled(shards, _rule(arguments))
+    index = partial(index_shard, on_error=arguments.on_error, rule=rule)
     for indexed in run_jobs(index, shards, arguments.workers, arguments.engine):
         counts[indexed.state] += 1
         images += indexed.images
@@ -92,7 +105,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         workers=arguments.workers,
         executor=arguments.engine,
         max_image_pixels=arguments.max_image_pixels,
-        caption_lines=arguments.caption_lines,
+        caption_lines=_rule(arguments),
     )
     for problem in problems:
         print(problem)
@@ -104,7 +117,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _info(arguments: argparse.Namespace) -> int:
     from vl_plugins.data import inspect_shards
 
-    print(json.dumps(inspect_shards(_find_shards(arguments), arguments.caption_lines), indent=2))
+    print(json.dumps(inspect_shards(_find_shards(arguments), _rule(arguments)), indent=2))
     return 0
 
 

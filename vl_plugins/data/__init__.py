@@ -11,7 +11,10 @@ from vl_plugins.errors import missing_extra
 _MODULES = {
     "caption_table": ("Columns", "read_table"),
     "captions": ("CaptionedImage", "RejectedImage", "content_ids", "normalize_caption"),
-    "index": ("Collection", "expand_shards", "read_collection"),
+    "collection": ("Collection",),
+    "reading": ("read_collection",),
+    "records": ("CaptionRule",),
+    "shard_names": ("expand_shards",),
     "dataset": ("Draw", "EvaluationBatch", "Item", "ShardDataset", "evaluation_loader", "read_batches"),
     "hub": ("read_hugging_face",),
     "inspection": ("inspect_shards", "verify_shards"),

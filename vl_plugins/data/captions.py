@@ -4,13 +4,16 @@ import hashlib
 import html
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PureWindowsPath
 
 from vl_plugins.errors import UserError
 
 LARGEST_ID = 2**63 - 1
+NAME = re.compile("[A-Za-z0-9_-]{1,40}")
+UNUSUAL_PATH = re.compile(r"\.\.|[\\:\0]|^/")  # all others are relative on any system
+LISTED = 5  # of what is left out
 INVISIBLE = ("Cf", "Zs", "Zl", "Zp")  # Unicode's categories of format marks and spaces
 
 
@@ -42,11 +45,9 @@ class CaptionedImage:
 
     def __post_init__(self) -> None:
         for name in (self.split, self.dataset):  # parts of keys and shard names, where dots and slashes separate
-            if not re.fullmatch("[A-Za-z0-9_-]{1,40}", name):
+            if not NAME.fullmatch(name):
                 raise UserError(f"{name!r} cannot name a split or data set; use up to 40 letters, digits, '_' and '-'")
-        # A Windows path knows both separators and drive letters, so no system resolves the path elsewhere.
-        path = PureWindowsPath(self.file)
-        if path.anchor or ".." in path.parts or "\0" in self.file:
+        if UNUSUAL_PATH.search(self.file) and leads_out(self.file):
             raise UserError(f"path {self.file!r} leads out of the image root; paths must be relative, without '..'")
         if isinstance(self.group, str) and not self.group.strip():
             object.__setattr__(self, "group", None)
@@ -56,6 +57,12 @@ class CaptionedImage:
             raise UserError(f"it has {len(self.caption_ids)} caption ids for {len(self.captions)} captions")
 
 
+def leads_out(path: str) -> bool:
+    """Return whether a path may lead out of the folder that it is relative to, on any system."""
+    windows_path = PureWindowsPath(path)  # which knows both separators and drive letters
+    return bool(windows_path.anchor) or ".." in windows_path.parts or "\0" in path
+
+
 @dataclass(frozen=True)
 class RejectedImage:
     """An image that cannot be used: its file, or its row in the source; its split; and the reason."""
@@ -63,6 +70,17 @@ class RejectedImage:
     image: str
     split: str
     reason: str
+
+
+def describe_rejected(rejected: Sequence[RejectedImage]) -> str:
+    """Return how many images or rows were left out for each reason, with the first of them; "" for none."""
+    by_reason: dict[str, list[str]] = {}
+    for item in rejected:
+        by_reason.setdefault(item.reason, []).append(item.image)
+    reasons = []
+    for reason, images in by_reason.items():
+        reasons.append(f"{len(images):,}, because {reason}: {', '.join(images[:LISTED])}")
+    return "; ".join(reasons[:LISTED])
 
 
 def normalize_caption(text: str) -> str:
@@ -84,6 +102,11 @@ def is_blank(text: str) -> bool:
     """
     text = text.strip()
     return not text or (not text.isascii() and all(unicodedata.category(mark) in INVISIBLE for mark in text))
+
+
+def have_lines(text_lines: int, single_texts: int) -> bool:
+    """Return whether lines of texts are captions, if so many texts have several lines, and so many one."""
+    return text_lines > 0 and single_texts == 0
 
 
 def caption_hash(text: str) -> int:

@@ -15,9 +15,10 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from vl_plugins.data.captions import content_ids
-from vl_plugins.data.index import Collection, read_collection
+from vl_plugins.data.collection import Collection
 from vl_plugins.data.limits import MAX_IMAGE_PIXELS, check_max_image_pixels
 from vl_plugins.data.randomness import generators_kept, seed_cpu
+from vl_plugins.data.reading import read_collection
 from vl_plugins.data.samples import INPUTS, decode
 from vl_plugins.errors import UserError, number, one_of
 from vl_plugins.numerics import NO_ID
@@ -101,7 +102,7 @@ class ShardDataset(Dataset):
       one is no negative.
 
     Args:
-        shards: as for :func:`~vl_plugins.data.index.expand_shards`; or what ``read_collection`` returned.
+        shards: as for :func:`~vl_plugins.data.shard_names.expand_shards`; or what ``read_collection`` returned.
         transform: from an RGB ``PIL.Image``, or a float32 array (N, W) of features, to a tensor.
         tokenizer: from n captions to a tensor (n, L); L may change from batch to batch.
         inputs: ``"images"``, or ``"features"``: the ``.npy`` of each sample. Batches are then (B, N, W), with rows of
@@ -155,18 +156,22 @@ class ShardDataset(Dataset):
     def __getitems__(self, indices: Sequence[int | Draw]) -> list[Item]:
         """Return the items of a batch, whose bytes are read at the same time where the file system can do that."""
         images = range(len(self))  # negative indices count from the end, and others end an iteration
-        draws = [index if isinstance(index, Draw) else Draw(images[index]) for index in indices]
+        draws = []
+        for index in indices:
+            draws.append(index if isinstance(index, Draw) else Draw(images[index]))
         contents = self.collection.read([draw.image for draw in draws])
-        with generators_kept() if any(draw.seed for draw in draws) else contextlib.nullcontext():
-            items = [self._read_item(draw, data) for draw, data in zip(draws, contents, strict=True)]
-        good = [item for item in items if isinstance(item, Item)]
-        for draw, error in zip(draws, items, strict=True):
-            if isinstance(error, UserError):
-                if self.on_error == "raise" or not good:
-                    raise error
-                self._skip(draw.image, error)
-        # Another image of the batch has its own captions and label, so it makes no wrong pairs.
-        return [item if isinstance(item, Item) else good[number % len(good)] for number, item in enumerate(items)]
+        is_seeded = any(draw.seed for draw in draws)
+        with generators_kept() if is_seeded else contextlib.nullcontext():
+            results = list(map(self._read_item, draws, contents))
+        items = [result for result in results if isinstance(result, Item)]
+        for place, result in enumerate(results):
+            if isinstance(result, UserError):
+                if self.on_error == "raise" or not items:
+                    raise result
+                self._skip(draws[place].image, result)
+                # Another image of the batch has its own captions and label, so it makes no wrong pairs.
+                results[place] = items[place % len(items)]
+        return results  # type: ignore[return-value]
 
     def _read_item(self, draw: Draw, data: bytes | Exception) -> Item | UserError:
         try:
@@ -179,16 +184,14 @@ class ShardDataset(Dataset):
         if draw.seed:
             seed_cpu(*draw.seed)
         image = self.transform(image)
-        numbers = range(len(record.captions)) if draw.captions is None else draw.captions
-        ids, shown = content_ids(record.captions), set(numbers)
-        return Item(
-            image,
-            [record.captions[number] for number in numbers],
-            int(self.collection.labels[draw.image]),
-            draw.image,
-            [ids[number] for number in numbers],
-            [ids[number] for number in range(len(ids)) if number not in shown],
-        )
+        label = int(self.collection.labels[draw.image])
+        ids = content_ids(record.captions)
+        if draw.captions is None:
+            return Item(image, list(record.captions), label, draw.image, ids, [])
+        captions = [record.captions[number] for number in draw.captions]
+        caption_ids = [ids[number] for number in draw.captions]
+        other_ids = [ids[number] for number in sorted(set(range(len(ids))).difference(draw.captions))]
+        return Item(image, captions, label, draw.image, caption_ids, other_ids)
 
     def _skip(self, image: int, error: UserError) -> None:
         """Note an image that is skipped; raise ``UserError`` for too many."""

@@ -27,6 +27,11 @@ MOST_OPEN = 128  # files of a data set
 # Answers of HTTP that another try may change: a timeout, too many requests, errors of the server.
 BUSY = {408, 429, *range(500, 600)}
 
+# What file systems of fsspec tell of a file that changes with its content: sums, and times.
+CHANGING = ("size", "ETag", "etag", "Content-MD5", "md5Hash", "blob_id", "sha", "hex", "CRC")
+CHANGING += ("LastModified", "last_modified", "Last-Modified", "modified", "modify", "modificationTime", "updated")
+CHANGING += ("mtime", "created")
+
 # Workers of a loader are forked. There older versions of fsspec, such as 2025.3, wait for a thread of the parent,
 # forever.
 if hasattr(os, "register_at_fork"):
@@ -94,6 +99,30 @@ def exists(url: Url) -> bool:
         except (FileNotFoundError, NotADirectoryError) as error:
             check_answer(url, error)
             return False
+
+
+def is_folder(url: Url) -> bool:
+    """True if there is such a folder."""
+    files, path = locate(url)
+    return files.isdir(path)
+
+
+def state(url: Url) -> list[list[str]] | None:
+    """Return what changes with the content of a file behind a URL, as far as its server tells; None without a file.
+
+    Raises:
+        UserError: the server does not answer.
+    """
+    with file_errors("read", url):
+        files, path = locate(url)
+        with contextlib.suppress(KeyError):  # of another thread that does the same
+            files.invalidate_cache(path)  # or a listing that is remembered is the answer
+        try:
+            info = with_retries(lambda: files.info(path))
+        except OSError as error:
+            check_answer(url, error)
+            return None
+    return [[name, str(info[name])] for name in CHANGING if name in info]
 
 
 def names(folder: Url, pattern: str = "*") -> list[str]:

@@ -1,22 +1,26 @@
 """Image-caption data sets of the Hugging Face hub, Parquet files, and local folders of what its library knows."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from vl_plugins.data.caption_table import PLAIN_ID, Columns, label_of
+from vl_plugins.data.captions import have_lines
 from vl_plugins.data.files import read_bytes
-from vl_plugins.data.out_of_core import KeyedRows
-from vl_plugins.data.sources import Images, join_rows
+from vl_plugins.data.grouping import Images, KeyedRows, join_rows
+from vl_plugins.data.records import lines_of
 from vl_plugins.errors import UserError, require, user_errors
 
 # Those of the image before `id`, which may be that of a caption where each row has one.
 ID_COLUMNS = ("image_id", "cocoid", "img_id", "imgid", "filename", "file_name", "id", "__key__")
 FILE_NAME_COLUMNS = ("filename", "file_name")
 ROWS_TOGETHER = 1000
+PICTURES = ("struct<bytes", "struct<path", "binary", "large_binary")  # types of Parquet
 SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` writes
+DATA_SET_FILES = (*SAVED, "*.parquet", "metadata.csv", "metadata.jsonl")
 
 
 class HubFiles:
@@ -75,29 +79,11 @@ def read_hugging_face(
         UserError: the data set cannot be loaded; a column is not there or cannot be found.
     """
     datasets = require("datasets", extra="hub")
-    # By default the library checks that all splits of the data set are there.
-    some = {} if data_files is None else {"data_files": dict(data_files), "verification_mode": "no_checks"}
     columns = columns or Columns()
     has_id = columns.id is not None
     with user_errors(f"cannot load {name}", Exception):
-        if any(Path(name, file).is_file() for file in SAVED):
-            splits = datasets.load_from_disk(name)
-            if isinstance(splits, datasets.Dataset):
-                splits = datasets.DatasetDict(train=splits)
-        elif Path(name).is_file():
-            if not name.endswith(".parquet"):
-                raise UserError(f"{name} is no Parquet file; `vl-plugins shards table` reads CSV, TSV and JSON Lines")
-            splits = datasets.load_dataset("parquet", data_files={"train": str(Path(name).resolve())})
-        else:
-            path = str(Path(name).resolve()) if Path(name).is_dir() else name
-            splits = datasets.load_dataset(path, config, revision=revision, **some)
-        features = next(iter(splits.values())).features
-        # Parquet files of other tools have no more than the type `binary`.
-        types = datasets.Image().dtype, "binary"
-        images = [column for column, feature in features.items() if getattr(feature, "dtype", None) in types]
-        if columns.image is None and len(images) == 1:
-            columns = replace(columns, image=images[0])
-        columns = columns.find(list(features), ID_COLUMNS)
+        splits = _load(name, config, revision, data_files)
+        columns = _find_columns(columns, next(iter(splits.values())).features)
         splits = splits.cast_column(columns.image, datasets.Image(decode=False))
     dataset_name = dataset_name or label_of(Path(name).resolve().name.removesuffix(".parquet"))
     caches = datasets.config.HF_DATASETS_CACHE, require("huggingface_hub.constants", extra="hub").HF_HUB_CACHE
@@ -106,16 +92,78 @@ def read_hugging_face(
     return join_rows(_rows(splits, columns, has_plain_ids), dataset_name, f"{name}: ", has_plain_ids), files
 
 
+def _load(name: str, config: str | None, revision: str | None, data_files: Mapping[str, str] | None) -> Any:
+    """Return the splits of a data set, a ``DatasetDict``."""
+    datasets = require("datasets", extra="hub")
+    path = Path(name)
+    if any((path / file).is_file() for file in SAVED):
+        saved = datasets.load_from_disk(name)
+        return datasets.DatasetDict(train=saved) if isinstance(saved, datasets.Dataset) else saved
+    if path.is_file() or _is_pattern(name):
+        if not name.endswith(".parquet"):
+            raise UserError(f"{name} is no Parquet file; `vl-plugins shards table` reads CSV, TSV and JSON Lines")
+        files = [str(file.resolve()) for file in sorted(path.parent.glob(path.name))]
+        return datasets.load_dataset("parquet", data_files={"train": files})
+    if path.is_dir():
+        name = str(path.resolve())
+    options: dict[str, Any] = {"revision": revision}
+    if data_files is not None:
+        # By default the library checks that all splits of the data set are there.
+        options |= {"data_files": dict(data_files), "verification_mode": "no_checks"}
+    return datasets.load_dataset(name, config, **options)
+
+
+def _find_columns(columns: Columns, features: Mapping[str, Any]) -> Columns:
+    """Return the columns of a data set with these features; that of the images has their type."""
+    # Parquet files of other tools have no more than the type `binary`.
+    types = require("datasets", extra="hub").Image().dtype, "binary"
+    images = [name for name, feature in features.items() if getattr(feature, "dtype", None) in types]
+    if columns.image is None and len(images) == 1:
+        columns = replace(columns, image=images[0])
+    return columns.find(list(features), ID_COLUMNS)
+
+
+def is_data_set(data: str) -> bool:
+    """Return whether a folder is one of ``save_to_disk``, of Parquet files, or of images with ``metadata.csv``."""
+    return any(any(Path(data).rglob(pattern)) for pattern in DATA_SET_FILES)
+
+
+def has_pictures(file: str, columns: Columns | None = None) -> bool:
+    """Return whether a Parquet file has pictures, and not their paths; True for a pattern of such files."""
+    if _is_pattern(file):
+        return True
+    parquet = require("pyarrow.parquet", extra="hub")
+    with user_errors(file, Exception):
+        schema = parquet.read_schema(file)
+    names = schema.names if columns is None or columns.image is None else [columns.image]
+    return any(str(schema.field(name).type).startswith(PICTURES) for name in schema.names if name in names)
+
+
+def _is_pattern(name: str) -> bool:
+    return name.endswith(".parquet") and any(sign in Path(name).name for sign in "*?[")
+
+
+def _have_lines(splits: Mapping[str, Any]) -> bool:
+    """Return whether each text of WebDataset tars has several lines, which are captions then."""
+    counts = Counter[bool]()
+    for dataset in splits.values():
+        for batch in dataset.select_columns(["txt"]).iter(ROWS_TOGETHER):
+            counts.update(len(lines_of(text or "")) > 1 for text in batch["txt"])
+    return have_lines(counts[True], counts[False])
+
+
 def _rows(splits: Mapping[str, Any], columns: Columns, has_plain_ids: bool) -> KeyedRows:
     """Yield all rows with keys; those of one image have the same key.
 
     Equal pictures with different ids are different images, unless the ids may be those of captions.
     """
     compute = require("pyarrow.compute", extra="hub")
+    has_lines = list(columns.captions) == ["txt"] and _have_lines(splits)
+    has_image_ids = columns.id is not None and not has_plain_ids
     for split, dataset in splits.items():
-        file_names = [column for column in FILE_NAME_COLUMNS if column in {*dataset.features} - {columns.image}]
-        wanted = [*columns.captions, columns.split, columns.id, columns.group, *file_names]
-        names = list(dict.fromkeys(column for column in wanted if column is not None))
+        file_names = [name for name in FILE_NAME_COLUMNS if name in dataset.features and name != columns.image]
+        used = [*columns.captions, columns.split, columns.id, columns.group, *file_names]
+        names = list(dict.fromkeys(filter(None, used)))
         number = 0
         for batch in dataset.select_columns([columns.image, *names]).with_format("arrow").iter(ROWS_TOGETHER):
             image = batch[columns.image]
@@ -123,16 +171,17 @@ def _rows(splits: Mapping[str, Any], columns: Columns, has_plain_ids: bool) -> K
             contents = compute.struct_field(image, "bytes")
             for values, path, content in zip(batch.select(names).to_pylist(), paths, contents, strict=True):
                 row = columns.row(f"{split} row {number}", values, split)
+                if has_lines:
+                    row.captions = lines_of(row.captions[0])
                 picture = _picture(path, content)
-                path = next(filter(None, (values[column] for column in file_names)), path)
+                for name in reversed(file_names):
+                    path = values[name] or path
                 row.filename = PurePosixPath(str(path or "")).name or str(number)
                 row.file = f"{split}/{number}/{row.filename}"
-                if picture is None:
-                    yield row.file, row
-                elif columns.id is None or has_plain_ids:
-                    yield f"{split}/{picture}", row
-                else:
-                    yield f"{split}/{row.image_id}/{picture}", row
+                key = row.file
+                if picture is not None:
+                    key = f"{split}/{row.image_id}/{picture}" if has_image_ids else f"{split}/{picture}"
+                yield key, row
                 number += 1
 
 

@@ -9,24 +9,27 @@ import msgspec
 import numpy as np
 from tqdm import tqdm
 
+from vl_plugins.data.collection import Collection
 from vl_plugins.data.engines import run_jobs
 from vl_plugins.data.files import sha256
-from vl_plugins.data.index import HASHES, Collection, has_caption_lines, read_head, read_records, scan_shard, split_of
+from vl_plugins.data.index import HASHES, read_head, read_records, scan_shard
 from vl_plugins.data.limits import MAX_IMAGE_PIXELS, check_max_image_pixels
-from vl_plugins.data.out_of_core import count_repeats
+from vl_plugins.data.reading import settled
+from vl_plugins.data.records import CaptionRule
 from vl_plugins.data.samples import check_input
+from vl_plugins.data.shard_names import split_of
 from vl_plugins.errors import UserError
 from vl_plugins.tables import printable
 
 READ_TOGETHER = 100  # images
 
 
-def inspect_shards(shards: Sequence[str], caption_lines: str = "auto") -> dict[str, dict[str, Any]]:
+def inspect_shards(shards: Sequence[str], caption_lines: str | CaptionRule = "auto") -> dict[str, dict[str, Any]]:
     """Return statistics of each split, ready for JSON, from the indexes of its shards.
 
     Args:
         shards: paths or URLs.
-        caption_lines: see :func:`~vl_plugins.data.index.read_collection`.
+        caption_lines: see :func:`~vl_plugins.data.reading.read_collection`.
 
     A split is what :func:`split_of` returns. Its statistics are numbers of ``shards``, ``images`` and ``captions``;
     numbers of images by ``captions_per_image``; and ``repeated_captions``, which several images have: their ``number``
@@ -41,31 +44,33 @@ def inspect_shards(shards: Sequence[str], caption_lines: str = "auto") -> dict[s
         splits[split_of(shard)].append(shard)
     statistics = {}
     for name, of_split in splits.items():
-        statistics[name] = _describe(of_split, has_caption_lines(of_split, caption_lines))
+        statistics[name] = _describe(of_split, settled(of_split, caption_lines))
     return statistics
 
 
-def _describe(shards: Sequence[str], has_lines: bool) -> dict[str, Any]:
+def _describe(shards: Sequence[str], rule: CaptionRule) -> dict[str, Any]:
     images: Counter[int] = Counter()  # by number of captions
 
     def captions() -> Iterator[np.ndarray]:
-        for head in run_jobs(partial(read_head, has_lines=has_lines), shards):
+        for head in run_jobs(partial(read_head, rule=rule), shards):
             images.update(head.counts)
             owners = np.repeat(np.arange(len(head.counts)), head.counts)
             hashes = np.stack([owners, np.frombuffer(head.captions, HASHES)])
             yield np.unique(hashes, axis=1)[1]  # each caption of an image once
 
-    total, number, different, most_frequent = count_repeats(captions())
+    captions_of_shards = list(captions())
+    _, repeats = np.unique(np.concatenate(captions_of_shards), return_counts=True)
+    repeated = repeats[repeats > 1]
     return {
         "shards": len(shards),
         "images": images.total(),
         "captions": sum(count * frequency for count, frequency in images.items()),
         "captions_per_image": dict(sorted(images.items())),
         "repeated_captions": {
-            "number": number,
-            "share": number / total if total else 0.0,
-            "different": different,
-            "most_frequent": most_frequent,
+            "number": int(repeated.sum()),
+            "share": float(repeated.sum() / max(repeats.sum(), 1)),
+            "different": len(repeated),
+            "most_frequent": int(repeated.max(initial=0)),
         },
     }
 
@@ -75,7 +80,7 @@ def verify_shards(
     *,
     workers: int | None = None,
     executor: Any = None,
-    caption_lines: str = "auto",
+    caption_lines: str | CaptionRule = "auto",
     max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> tuple[int, int, list[str]]:
     """Compare shards with their indexes, and decode all pictures and arrays; without an index they are only decoded.
@@ -83,7 +88,7 @@ def verify_shards(
     Args:
         shards: paths or URLs.
         workers, executor: see :func:`~vl_plugins.data.engines.run_jobs`; a job is a shard.
-        caption_lines: see :func:`~vl_plugins.data.index.read_collection`.
+        caption_lines: see :func:`~vl_plugins.data.reading.read_collection`.
         max_image_pixels: a picture with more pixels is a problem, and is not decoded; 0 sets no limit.
 
     Returns:
@@ -92,33 +97,36 @@ def verify_shards(
     Raises:
         UserError: ``max_image_pixels`` is negative.
     """
-    has_lines = has_caption_lines(shards, caption_lines)
+    rule = settled(shards, caption_lines)
     check_max_image_pixels(max_image_pixels)
-    verify = partial(_verify_shard, has_lines=has_lines, max_image_pixels=max_image_pixels)
+    verify = partial(_verify_shard, rule=rule, max_image_pixels=max_image_pixels)
     results = run_jobs(verify, shards, workers, executor)
     samples, captions, problems = 0, 0, []
-    for shard, found in zip(shards, tqdm(results, "verify", len(shards), unit="shard", disable=None), strict=True):
-        samples, captions = samples + found[0], captions + found[1]
-        problems += [printable(f"{shard}: {problem}") for problem in found[2]]
+    bar = tqdm(results, "verify", len(shards), unit="shard", disable=None)
+    for shard, (samples_of_shard, captions_of_shard, problems_of_shard) in zip(shards, bar, strict=True):
+        samples += samples_of_shard
+        captions += captions_of_shard
+        for problem in problems_of_shard:
+            problems.append(printable(f"{shard}: {problem}"))
     return samples, captions, problems
 
 
-def _verify_shard(shard: str, has_lines: bool, max_image_pixels: int) -> tuple[int, int, list[str]]:
+def _verify_shard(shard: str, rule: CaptionRule, max_image_pixels: int) -> tuple[int, int, list[str]]:
     """Return the numbers of samples and usable captions of a shard, and its problems."""
     problems, captions = [], 0
     try:
-        head = read_head(shard, has_lines=has_lines)
-        scanned, records = scan_shard(shard, has_lines=has_lines)
+        head = read_head(shard, rule=rule)
+        scanned, records = scan_shard(shard, rule=rule)
         if head.sha256 and head.sha256 != sha256(shard):
             problems.append("it is not what was written: its index has another SHA-256")
         places = msgspec.structs.replace(head, sha256="", fingerprint="", rejected=[])
         if not records:
             problems.append("it has no samples")
-        if not problems and (places, read_records(shard, has_lines=has_lines)) != (scanned, records):
+        if not problems and (places, read_records(shard, rule=rule)) != (scanned, records):
             problems.append("its index is that of other images")
     except (UserError, OSError) as error:
         return 0, 0, [str(error)]
-    collection = Collection([shard], [scanned])
+    collection = Collection([shard], [scanned], rule=rule)
     for start in range(0, len(records), READ_TOGETHER):
         images = range(len(records))[start : start + READ_TOGETHER]
         for image, data in zip(images, collection.read(images), strict=True):

@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 from webdataset.utils import pytorch_worker_info
 
+from vl_plugins.data.collection import Collection
 from vl_plugins.data.dataset import Draw, Draws, ShardDataset
-from vl_plugins.data.index import Collection
 from vl_plugins.data.randomness import derived_seed, random_words
 from vl_plugins.errors import UserError, number, warn_of_input
 
@@ -107,8 +107,8 @@ class CaptionSampler(Sampler[Draw]):
     def describe(self) -> str:
         """Return a part of a line for the log, such as ``"an epoch reads each image once, 3 steps"``."""
         images = self.steps * self.global_batch
-        what = "each image once" if images == len(self.collection) else f"{images:,} images"
-        return f"an epoch reads {what}, {self.steps:,} steps"
+        count = "each image once" if images == len(self.collection) else f"{images:,} images"
+        return f"an epoch reads {count}, {self.steps:,} steps"
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that the next iteration reads."""

@@ -12,69 +12,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from vl_plugins.data.captions import CaptionedImage, RejectedImage, is_blank, normalize_caption
-from vl_plugins.data.files import read_bytes
-from vl_plugins.data.out_of_core import KeyedRows, Row, group_rows
-from vl_plugins.errors import UserError, user_errors
+from vl_plugins.data.captions import CaptionedImage, RejectedImage, normalize_caption
+from vl_plugins.data.files import is_folder, join, read_bytes
+from vl_plugins.data.grouping import Images, KeyedRows, Row, join_rows
+from vl_plugins.errors import UserError, user_errors, warn_of_input
 from vl_plugins.tables import printable
-
-Images = Iterable[CaptionedImage | RejectedImage]
-
-
-def join_rows(rows: KeyedRows, dataset: str, source: str, has_plain_ids: bool = False) -> Images:
-    """Yield the images of a source, each with the captions of all its rows, which have one key.
-
-    Images with wrong values, with an id that is not unique, or whose rows disagree are rejected. The split
-    ``validation`` becomes ``val``, and COCO's ``restval`` becomes ``train``. ``source`` precedes the place of a row in
-    messages; ``has_plain_ids`` is that of :func:`~vl_plugins.data.out_of_core.group_rows`.
-    """
-    used: set[str] = set()
-    total = 0  # captions
-    for index, (group, may_repeat) in enumerate(group_rows(rows, source, has_plain_ids)):
-        first = row = group[0]
-        has_ids = first.caption_ids is not None
-        captions = [caption for row in group for caption in row.captions]
-        numbers = range(total, total + len(captions))
-        total += len(captions)
-        try:
-            for row in group:
-                _check_row(row, first)
-            row = first
-            first.caption_ids = [each for row in group for each in row.caption_ids or ()] if has_ids else [*numbers]
-            first.captions, first.dataset = captions, dataset
-            first.image_id = index if first.image_id is None else first.image_id
-            first.filename = first.file if first.filename is None else first.filename
-            image = msgspec.convert(first, CaptionedImage, from_attributes=True)
-            ids = [f"image id {image.image_id}"] if may_repeat else []
-            ids += [f"caption id {each}" for each in image.caption_ids] if has_ids else []
-            if repeated := [each for each in ids if each in used or ids.count(each) > 1]:
-                raise UserError(f"{repeated[0]} occurs more than once; ids must be unique")
-            used.update(ids)  # a rejected image takes no ids
-        except ValueError as error:
-            name = row.file if row.filename is None else row.filename
-            label = f"{source}{row.place} ({printable(str(name))})"
-            yield RejectedImage(label, str(first.split), str(error))
-        else:
-            yield image
-
-
-def _check_row(row: Row, first: Row) -> None:
-    """Raise an error about a row that cannot be used, or does not belong to the first one of its image."""
-    row.split = "val" if row.split == "validation" else "train" if row.split == "restval" else row.split
-    if row.problem is not None:
-        raise UserError(row.problem)
-    if row.split != first.split or row.image_id != first.image_id or row.group != first.group:
-        raise UserError(f"its split, image id or group is not that of {first.place}, but rows of one image must agree")
-    if isinstance(row.file, str) and "://" in row.file:
-        raise UserError(f"its path is the URL {row.file}, which is not downloaded: img2dataset downloads pictures")
-    if row.file in (None, "") or row.image_id == "" or str(row.file).isspace():
-        raise UserError("its path or image id is blank")
-    for caption in row.captions:
-        if isinstance(caption, dict):
-            keys = ", ".join(map(repr, caption))
-            raise UserError(f"its caption is an object with the keys {keys}: give one of them a column of its own")
-    if not row.captions or not all(isinstance(caption, str) and not is_blank(caption) for caption in row.captions):
-        raise UserError("it has no captions, or a blank one; every image needs at least one")
 
 
 class _Sentence(msgspec.Struct):
@@ -170,9 +112,15 @@ def read_coco_captions(
         file_of_id: dict[int, str | Path] = {}
         for file in annotation_files:
             split, document = Path(file).stem.removeprefix("captions_"), _read_json(file, _Coco)
+            if not document.images:
+                raise UserError(f"{file}: it has no 'images', a list with the id and the file_name of each")
             annotations = _by_image(document.annotations)
             problems = _repeated_ids(document.images)
-            folder = split if image_root is not None and Path(image_root, split).is_dir() else ""
+            lost = annotations.keys() - {item.id for item in document.images}
+            if lost:
+                count = sum(len(annotations[image_id]) for image_id in lost)
+                warn_of_input(f"{file}: {count:,} annotations are left out, of images that are not in 'images'")
+            folder = split if image_root is not None and is_folder(join(image_root, split)) else ""
             for position, item in enumerate(document.images):
                 place, file_name = f"{file}: image {position}", str(PurePosixPath(folder, item.file_name))
                 captions = [annotation.caption for annotation in annotations.get(item.id, ())]

@@ -14,16 +14,30 @@ from pathlib import PureWindowsPath
 from typing import Any, NamedTuple
 
 import msgspec
+from fsspec.implementations.local import LocalFileSystem
 from tqdm import tqdm
 
 from vl_plugins.data.captions import CaptionedImage, RejectedImage
 from vl_plugins.data.engines import run_jobs
-from vl_plugins.data.files import exists, join, lock, names, read_bytes, remove, sha256, write_complete, write_file
+from vl_plugins.data.files import (
+    exists,
+    join,
+    locate,
+    lock,
+    names,
+    read_bytes,
+    remove,
+    sha256,
+    state,
+    write_complete,
+    write_file,
+)
+from vl_plugins.data.grouping import Images, shuffled
 from vl_plugins.data.index import INDEX_FOLDER, IndexHead, make_head, read_head, write_index
 from vl_plugins.data.limits import MAX_IMAGE_PIXELS, check_max_image_pixels
-from vl_plugins.data.out_of_core import shuffled
-from vl_plugins.data.samples import FEATURES, INPUTS, Record, decode_features, inspect_image
-from vl_plugins.data.sources import Images
+from vl_plugins.data.pictures import CONVERT, prepare_picture
+from vl_plugins.data.records import Record
+from vl_plugins.data.samples import FEATURES, INPUTS, decode_features
 from vl_plugins.errors import UserError, one_of
 
 SIZES_FILE = "sizes.json"
@@ -33,26 +47,40 @@ HEADER_END = HEADER[156:]
 
 
 class FileFolder:
-    """The image or array files of a data set, here those in a folder. It is pickled for worker processes."""
+    """The image or array files of a data set, here those in a folder or behind a URL of fsspec.
+
+    It is pickled for worker processes.
+    """
 
     def __init__(self, root: str | os.PathLike):
         self.root = os.fspath(root)
+        file_system, path = locate(self.root)
+        self._is_local = isinstance(file_system, LocalFileSystem)
+        if self._is_local and "://" in self.root:
+            self.root = path
 
     def read(self, file: str) -> bytes:
         """Return the content of ``CaptionedImage.file``; raise :class:`UserError` if that cannot be read."""
         return read_bytes(self._path(file))
 
     def _path(self, file: str) -> str:
-        """Return the path of a file, whose name may be composed otherwise: umlauts of one character, or of two."""
-        path = os.path.join(self.root, file)
+        """Return the path of a file, whose name may be composed otherwise: umlauts of one character, or of two.
+
+        A server is not asked for other names.
+        """
+        path = join(self.root, file)
+        if not self._is_local:
+            return path
         for form in ("NFC", "NFD"):
-            composed = os.path.join(self.root, unicodedata.normalize(form, file))
+            composed = join(self.root, unicodedata.normalize(form, file))
             if not os.path.exists(path) and os.path.exists(composed):
                 return composed
         return path
 
     def state(self, file: str) -> Any:
         """Return a JSON value that changes with the content; None if the file cannot be read."""
+        if not self._is_local:
+            return state(self._path(file))
         try:
             status = os.stat(self._path(file))
         except (OSError, ValueError):
@@ -88,28 +116,32 @@ def write_shards(
     on_error: str = "raise",
     overwrite: bool = False,
     max_image_pixels: int = MAX_IMAGE_PIXELS,
+    convert: str | None = None,
+    resize: int | None = None,
 ) -> Written:
     """Write captioned images as shards ``<dataset>-<split>-000000.tar``, ..., with an index of each and ``sizes.json``.
 
     Image ``j`` of a split has the key ``<dataset>-<split>-<j, eight digits>`` and three members: ``.jpg``, ``.png`` or
-    ``.webp`` (the bytes of the image file; the extension follows the content), ``.txt`` (the first caption, as
-    open_clip takes it) and ``.json`` (``image_id``, ``captions``, ``caption_ids``, ``split``, ``dataset``,
-    ``filename``, ``width``, ``height``; ``group`` of an image that is in one). An image that cannot be used leaves its
-    key unused. With features the first member is ``.npy``, the bytes of an array file (N, W) as
-    :func:`~vl_plugins.data.samples.decode_features` takes it, and the ``.json`` has ``num_features`` (N) and
-    ``feature_dim`` (W) in place of width and height.
+    ``.webp`` (the bytes of the image file, unless ``convert`` or ``resize`` changes them; the extension follows the
+    content), ``.txt`` (the first caption, as open_clip takes it) and ``.json`` (``image_id``, ``captions``,
+    ``caption_ids``, ``split``, ``dataset``, ``filename``, ``width``, ``height``; ``group`` of an image that is in one).
+    An image that cannot be used leaves its key unused. With features the first member is ``.npy``, the bytes of an
+    array file (N, W) as :func:`~vl_plugins.data.samples.decode_features` takes it, and the ``.json`` has
+    ``num_features`` (N) and ``feature_dim`` (W) in place of width and height.
 
     Images are a stream: memory does not grow with their number. The same input gives the same bytes with any number of
     workers. A shard appears when it and its index in ``__index__`` are complete. A run that was stopped, even by
     SIGKILL, continues when it is repeated: shards of the same images and options stay as they are. Image files are
-    compared by size and time. ``sizes.json``, for open_clip, has the number of images of all shards in the folder.
-    Different splits can be written into one folder at the same time.
+    compared by size and time, those behind a URL by what the server tells, such as an ETag. ``sizes.json``, for
+    open_clip, has the number of images of all shards in the folder. Different splits can be written into one folder at
+    the same time.
 
     Args:
         images: what to write, of one or several splits, as sources yield it. Rejected ones are treated as ``on_error``
             says.
-        files: the folder that ``CaptionedImage.file`` is relative to, or an object with the methods of ``FileFolder``.
-            With features the folder of array files ``<image id>.npy``, or else ``<name of the image file>.npy``.
+        files: the folder that ``CaptionedImage.file`` is relative to, a path or a URL of fsspec, or an object with the
+            methods of ``FileFolder``. With features the folder of array files ``<image id>.npy``, or else
+            ``<name of the image file>.npy``.
         out: folder for the shards, a path or a URL of fsspec; made when missing.
         inputs: ``"images"``, or ``"features"``: region or grid features in place of pictures.
         samples_per_shard: number of images in a shard.
@@ -121,6 +153,12 @@ def write_shards(
         overwrite: whether shards of the same data set and split with other contents are replaced.
         max_image_pixels: largest width times height of a picture, which readers check too; a larger one cannot be used.
             0 sets no limit.
+        convert: ``"jpeg"`` (quality 95) or ``"png"``: a picture that readers do not take, a GIF, BMP or TIFF (the first
+            in it) or gray of 16 bits, is written in this format. Others keep their bytes. In JPEG a transparent pixel
+            has the color that it hides, as PIL's ``convert("RGB")`` gives it to readers anyway.
+        resize: pictures whose shorter side is longer are resized to this one, their aspect ratio kept, and written
+            upright and without metadata: as ``convert`` says, or else as PNG if they are PNG, or as JPEG. Others keep
+            their bytes; none is enlarged.
 
     Raises:
         UserError: an argument is wrong; an image or array file cannot be used (with ``on_error="raise"``, or if a shard
@@ -132,10 +170,11 @@ def write_shards(
     if samples_per_shard < 1:
         raise UserError(f"samples_per_shard must be at least 1, got {samples_per_shard}")
     check_max_image_pixels(max_image_pixels)
+    _check_changes(convert, resize, inputs)
     out, files = os.fspath(out), FileFolder(files) if isinstance(files, str | os.PathLike) else files
     images = _with_array_files(images, files) if inputs == "features" else images
     images = images if seed is None else shuffled(images, seed)
-    writer = _ShardWriter(files, inputs, on_error, overwrite, max_image_pixels)
+    writer = _ShardWriter(files, inputs, on_error, overwrite, max_image_pixels, convert, resize)
     shards: list[str] = []
     images_written, captions, rejected = 0, 0, []
     # Locks are released last, when no worker writes any more. disable=None: no bar where nobody watches.
@@ -154,6 +193,17 @@ def write_shards(
         _remove_others(out, shards, overwrite)
         _write_sizes(out)
     return Written(shards, images_written, captions, rejected)
+
+
+def _check_changes(convert: str | None, resize: int | None, inputs: str) -> None:
+    """Raise :class:`UserError` for wrong options of pictures."""
+    for name, value in (("convert", convert), ("resize", resize)):
+        if value is not None and inputs == "features":
+            raise UserError(f"--{name} changes pictures, but --features (inputs='features') has none")
+    if convert is not None:
+        one_of("convert", convert, CONVERT)
+    if resize is not None and resize < 1:
+        raise UserError(f"resize must be at least 1, got {resize}")
 
 
 class _Shard(NamedTuple):
@@ -190,6 +240,8 @@ class _ShardWriter:
     on_error: str
     overwrite: bool
     max_image_pixels: int
+    convert: str | None
+    resize: int | None
 
     def jobs(self, images: Images, out: str, samples_per_shard: int, locks: ExitStack) -> Iterator[_Shard]:
         """Yield the shards of a stream of images, each with those rejected before, and lock the split of each."""
@@ -225,6 +277,8 @@ class _ShardWriter:
         content: list[Any] = [shard[1:], states, self.inputs, self.on_error]
         if self.max_image_pixels != MAX_IMAGE_PIXELS:  # so that fingerprints of version 0.3 stay valid
             content.append(self.max_image_pixels)
+        if self.convert is not None or self.resize is not None:
+            content.append({"convert": self.convert, "resize": self.resize})
         fingerprint = hashlib.sha256(msgspec.json.encode(content)).hexdigest()
         with suppress(UserError, OSError):  # it or its index is missing or damaged
             head = read_head(shard.file)
@@ -278,8 +332,10 @@ class _ShardWriter:
             extension, shape = FEATURES, decode_features(data).shape
             metadata |= zip(("num_features", "feature_dim"), shape, strict=True)
         else:
-            extension, *size = inspect_image(data, decode=False, max_image_pixels=self.max_image_pixels)
-            metadata |= zip(("width", "height"), size, strict=True)
+            extension, data, width, height = prepare_picture(
+                data, convert=self.convert, resize=self.resize, max_image_pixels=self.max_image_pixels
+            )
+            metadata |= {"width": width, "height": height}
         members = {extension: data, "json": _to_json(metadata), "txt": image.captions[0].encode()}
         blocks = []
         for extension, content in sorted(members.items()):

@@ -1,6 +1,7 @@
 """What is read: shards, tables and plain archives of images with their captions, and who reads them."""
 
 import io
+import json
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import open_clip_train.main
 import pytest
 import torch
+from open_clip_train import data as host_data
 from PIL import Image, UnidentifiedImageError
 from webdataset.autodecode import imagehandler
 
@@ -98,8 +100,9 @@ def test_a_table_is_validated_by_images_and_counted(args, tmp_path, caplog, monk
     caplog.set_level("INFO")
     data = read(args(*flags, "--batch-size", "4", *LOSS))
     assert (
-        "table.csv: 20 rows, 9 images with 2 to 3 captions, left out for want of an image or a caption: 1, in lines "
-        "20; an epoch reads 8 images, 2 steps, where open_clip's own reader takes 5"
+        "table.csv: 20 rows, 9 images with 2 to 3 captions; left out: 1, because it has no captions, or a blank one; "
+        "every image needs at least one: table.csv: line 20 (3.png); an epoch reads 8 images, 2 steps, where "
+        "open_clip's own reader takes 5"
     ) in caplog.text
     (batch,) = data["val"].dataloader
     assert batch.images[:, 0, 0, 0].tolist() == [1, 2, 3]
@@ -202,3 +205,104 @@ def test_what_readers_of_open_clip_open(opens, tmp_path, monkeypatch):
     assert not has_run.exists()
     with pytest.raises(ValueError, match="the image has 13 x 1 pixels, more than --max-image-pixels 12"):
         opens("x.jpg", encode_picture((13, 1)))
+
+
+def write_recaptioned(file):
+    """Samples with captions of two models in their json; the first has no long one."""
+    members = []
+    for number in range(8):
+        fields = {"long": f"long {number}" if number else " ", "short": f"short {number}"}
+        members += [
+            (f"{number}.png", encode_picture((number + 1, 5), mode="RGB")),
+            (f"{number}.json", json.dumps(fields)),
+            (f"{number}.caption", f"own {number}"),
+        ]
+    file.write_bytes(encode_archive(members))
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("flags", "texts"),
+    [
+        # As open_clip 4.x reads them: one caption, the first that is not empty.
+        (["--json-text-key", "long; short"], ["short 0", *(f"long {number}" for number in range(1, 8))]),
+        (["--text-key", "txt;caption"], [f"own {number}" for number in range(8)]),
+        (
+            ["--caption-fields", "long", "short", "--captions-per-image", "all"],
+            ["short 0", "short 0", *(f"{word} {number}" for number in range(1, 8) for word in ("long", "short"))],
+        ),
+    ],
+)
+def test_captions_in_other_files_and_fields(args, tmp_path, flags, texts):
+    shard = write_recaptioned(tmp_path / "00000.tar")
+    ((images, tokens),) = read(args(*LOSS, "--train-data", shard, "--val-data", "", *flags))["train"].dataloader
+    order = images[:, 0, 0, 0].argsort()
+    tokens = tokens.unflatten(0, (8, -1))[order].flatten(0, 1)
+    assert tokens[:, 1].tolist() == [hash(text) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--caption-fields", "long"], "--caption-fields needs training data, and --loss or --captions-per-image"),
+        (["--no-index"], "--no-index needs training data, and --loss or --captions-per-image"),
+        (
+            [*LOSS, "--caption-fields", "long", "--json-text-key", "short"],
+            "--caption-fields takes each field for a caption, and --json-text-key one of them; give one flag",
+        ),
+    ],
+)
+def test_flags_of_reading_that_do_not_fit(args, flags, message):
+    with pytest.raises(UserError, match=message):
+        read_splits(args(*flags))
+
+
+@pytest.mark.skipif(hasattr(host_data, "JsonCaptionExtractor"), reason="open_clip 4.x has these flags")
+@pytest.mark.parametrize("flag", ["--json-text-key", "--text-key", "--image-key"])
+def test_flags_of_open_clip_4_are_no_flags_of_the_reader_of_3(args, flag):
+    with pytest.raises(UserError, match=f"{flag} needs training data, and --loss or --captions-per-image"):
+        read_splits(args(flag, "other"))
+
+
+def test_indexes_are_kept_unless_a_flag_says_otherwise(args, tmp_path):
+    shard = write_recaptioned(tmp_path / "00000.tar")
+    flags = [*LOSS, "--train-data", shard, "--text-key", "caption"]
+    read_splits(args(*flags, "--no-index"))
+    assert not (tmp_path / "__index__").exists()
+    read_splits(args(*flags))
+    assert (tmp_path / "__index__/00000.tar.jsonl").exists()
+
+
+@pytest.mark.parametrize("kind", ["folder", "json lines"])
+def test_other_data_for_training_and_validation(args, tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    for split in ("train", "val"):
+        (tmp_path / split).mkdir()
+        rows = []
+        for number in range(8):
+            name = f"{split}/{number}.png"
+            (tmp_path / name).write_bytes(encode_picture((number + 1, 5), mode="RGB"))
+            (tmp_path / name).with_suffix(".txt").write_text(f"dog {number}\ncat {number}")
+            rows.append(json.dumps({"image": name, "captions": [f"dog {number}", f"cat {number}"]}))
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(rows))
+    names = ("train", "val") if kind == "folder" else ("train.jsonl", "val.jsonl")
+    flags = ["--train-data", names[0], "--val-data", names[1], "--captions-per-image", "all"]
+    data = read(args(*LOSS, *flags))
+    ((images, tokens),) = data["train"].dataloader
+    assert (len(images), len(tokens.unique(dim=0))) == (8, 16)
+    (batch,) = data["val"].dataloader
+    assert batch.images[:, 0, 0, 0].tolist() == list(range(1, 9))
+    assert len(batch.texts) == 16
+
+
+@pytest.mark.parametrize("flags", [LOSS, RANDOM])
+def test_the_log_counts_pairs_with_equal_captions(args, tmp_path, caplog, flags):
+    """For open_clip's own loss they are negatives."""
+    caplog.set_level("INFO")
+    for number in range(8):
+        Image.new("RGB", (5, 5)).save(tmp_path / f"{number}.png")
+    rows = [f"{tmp_path}/{number}.png\tdog {number // 2}" for number in range(8)]
+    (tmp_path / "table.tsv").write_text("\n".join(["filepath\ttitle", *rows]))
+    read(args(*flags, "--train-data", f"{tmp_path}/table.tsv"))
+    meaning = "no negatives" if flags == LOSS else "negatives, because this loss takes no ids"
+    assert f"; 14 % of the pairs of images have an equal caption, and are {meaning}" in caplog.text

@@ -2,14 +2,17 @@
 
 import contextlib
 import io
+import os
 
 import pytest
 import torch
 import yaml
+from accelerate import Accelerator
 
 from tests.helpers.pml_settings import IMAGE_TRUNK, settings
 from tests.helpers.processes import in_processes
 from vl_plugins.data import ShardDataset, evaluation_loader
+from vl_plugins.errors import UserError
 from vl_plugins.integrations.encoding import validate
 from vl_plugins.integrations.loading import load_model
 from vl_plugins.integrations.pytorch_metric_learning import Run, main, make_accelerator, parse_config
@@ -70,3 +73,39 @@ def test_a_checkpoint_that_the_first_process_cannot_read_ends_all(toy_shards, tm
         assert status == 2
         (line,) = [line for line in printed.splitlines() if "error: " in line]
         assert f"{tmp_path}/0/{LATEST}: it is damaged" in line
+
+
+def train_without_device(rank, config, folder, has_local_rank):
+    """Train on a machine without a GPU and without ``--device cpu``; return the exit status and the processes."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if not has_local_rank:
+        del os.environ["LOCAL_RANK"]
+    status = main(["--config", str(config), "--out", str(folder / str(rank)), "--report-to", "tensorboard"])
+    return status, make_accelerator().num_processes
+
+
+@pytest.mark.parametrize("has_local_rank", [True, False], ids=["torchrun", "variables of a cluster"])
+def test_processes_without_a_gpu_train_together_on_the_cpu(has_local_rank, toy_shards, tmp_path):
+    plain = settings(toy_shards, training={"epochs": 1})
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain))
+    arguments = tmp_path / "config.yaml", tmp_path / "found", has_local_rank
+    assert in_processes(train_without_device, 2, *arguments, joined=False) == [(0, 2), (0, 2)]
+    right = in_processes(train, 2, plain, tmp_path / "right", joined=False)
+    found = torch.load(tmp_path / "found" / "0" / LATEST, weights_only=True)
+    assert found["history"] == right[0]["history"]
+    assert "rsum" in found["history"][0]
+    assert not (tmp_path / "found" / "1" / LATEST).exists()
+
+
+def train_alone(rank, plain, folder):
+    """Return the error of a training whose accelerator has not joined the processes."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with pytest.raises(UserError) as caught:
+        Run(parse_config(plain), folder, Accelerator())
+    return str(caught.value)
+
+
+def test_processes_that_have_not_joined_are_an_error(tmp_path):
+    found = in_processes(train_alone, 2, settings(), tmp_path, joined=False)
+    message = "2 processes were started, but this one trains alone: use --device cpu (make_accelerator(device='cpu'))"
+    assert [error.partition(", or ")[0] for error in found] == [message] * 2

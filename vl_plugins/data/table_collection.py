@@ -1,0 +1,185 @@
+"""Tables and folders of pictures as data for training and evaluation, without shards."""
+
+import hashlib
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from vl_plugins.data.caption_table import Columns, read_table
+from vl_plugins.data.captions import RejectedImage, describe_rejected
+from vl_plugins.data.collection import Collection
+from vl_plugins.data.files import names
+from vl_plugins.data.grouping import Images
+from vl_plugins.data.hub import has_pictures, is_data_set, read_hugging_face
+from vl_plugins.data.index import IndexHead, make_head
+from vl_plugins.data.records import DEFAULT_RULE, LINES, CaptionRule, Record
+from vl_plugins.data.writer import FileFolder
+from vl_plugins.errors import UserError
+
+TABLES = (".csv", ".tsv", ".txt", ".token", ".json", ".jsonl", ".parquet")
+READABLE = (
+    "shards (.tar), a table (.csv, .tsv, .jsonl, .json, .parquet), a data set of `save_to_disk`, or a folder of "
+    "Parquet files or of pictures with a .txt each; `vl-plugins shards` writes shards of more"
+)
+IMAGES_TOGETHER = 10_000
+
+
+def is_table(data: Any) -> bool:
+    """Return whether data are read as a table: its file, or a folder without shards."""
+    if not isinstance(data, (str, os.PathLike)):
+        return False
+    if os.path.isdir(data):
+        return not names(data, "[!.]*.tar")
+    suffix = Path(data).suffix.lower()
+    if os.path.isfile(data) and suffix not in (".tar", *TABLES):
+        raise UserError(f"{os.fspath(data)}: it cannot be read; what can be: {READABLE}")
+    return suffix in TABLES
+
+
+def is_picture_folder(data: str) -> bool:
+    """Return whether a folder is one of pictures with ``.txt`` files."""
+    if not os.path.isdir(data) or is_data_set(data) or any(Path(data).rglob("*.tar")):
+        return False
+    return any(Path(data).rglob("*.txt"))
+
+
+def read_local(
+    data: str, columns: Columns | None = None, delimiter: str | None = None, caption_lines: str = "auto"
+) -> tuple[Images, Any]:
+    """Return the images of a table or a folder, and what their files are read from.
+
+    Args:
+        data: path of a table whose paths are relative to the working directory, of any kind that
+            :func:`~vl_plugins.data.table_files.read_rows` takes; of Parquet with pictures, or a pattern of such files;
+            or of a folder that :func:`~vl_plugins.data.hub.read_hugging_face` takes.
+        columns: which column holds what; by default they are found by their names.
+        delimiter: of text; by default it is found.
+        caption_lines: of a folder of pictures with ``.txt``, whether each line is a caption.
+
+    Raises:
+        UserError: the data cannot be read.
+    """
+    if is_data_set(data) or (data.endswith(".parquet") and has_pictures(data, columns)):
+        return read_hugging_face(data, columns)
+    if is_picture_folder(data):
+        return read_table(data, columns, caption_lines=caption_lines), FileFolder(data)
+    if os.path.isdir(data):
+        raise UserError(f"{data}: it cannot be read; what can be: {READABLE}")
+    root = Path.cwd().anchor
+    images = read_table(data, columns, image_root=root, folder=os.getcwd(), delimiter=delimiter)
+    return images, FileFolder(root)
+
+
+class TableCollection(Collection):
+    """The images of a table or a folder, see :func:`read_local`. All captions are held, encoded.
+
+    Args:
+        data, columns, delimiter: see :func:`read_local`.
+        on_error: ``"skip"`` leaves out rows that cannot be used.
+        rule: whether each line of a ``.txt`` in a folder of pictures is a caption.
+
+    Raises:
+        UserError: the data cannot be read, have no images, or images of several splits.
+    """
+
+    ARRAYS = (*Collection.ARRAYS, "_encoded", "_first_byte")
+
+    def __init__(
+        self,
+        data: str,
+        on_error: str = "raise",
+        rule: CaptionRule = DEFAULT_RULE,
+        columns: Columns | None = None,
+        delimiter: str | None = None,
+    ):
+        caption_lines = next(name for name, lines in LINES.items() if lines is rule.lines)
+        images, self.files = read_local(data, columns, delimiter, caption_lines)
+        self.data = data
+        rejected: list[RejectedImage] = []
+        encoded: list[bytes] = []
+        heads = list(self._heads(images, on_error, encoded, rejected))
+        if not encoded:
+            raise UserError(f"{data}: there is no image with a caption; left out: {describe_rejected(rejected)}")
+        super().__init__([data] * len(heads), heads, on_error, rule)
+        self.rejected = rejected
+        self._encoded = np.frombuffer(b"".join(encoded), dtype=np.uint8)
+        self._first_byte = np.cumsum([0, *map(len, encoded)])
+
+    def _heads(
+        self, images: Images, on_error: str, encoded: list[bytes], rejected: list[RejectedImage]
+    ) -> Iterator[IndexHead]:
+        """Yield an index for every so many images, which are encoded."""
+        encode = msgspec.msgpack.Encoder().encode
+        splits: dict[str, int] = {}
+        images = iter(images)
+        while together := list(itertools.islice(images, IMAGES_TOGETHER)):
+            records = []
+            for image in together:
+                if isinstance(image, RejectedImage):
+                    if on_error == "raise":
+                        raise UserError(f"{image.image}: {image.reason}")
+                    rejected.append(image)
+                    continue
+                names_of_image = image.image_id, image.caption_ids, image.dataset, image.split, image.group
+                records.append(Record(image.file, image.captions, *names_of_image))
+                splits[image.split] = splits.get(image.split, 0) + 1
+            encoded += map(encode, records)
+            nowhere = [0] * len(records)
+            yield make_head(records, nowhere, nowhere, size=0)
+        if len(splits) > 1:
+            counts = ", ".join(f"{split} ({count:,} images)" for split, count in splits.items())
+            raise UserError(f"{self.data} has images of several splits, {counts}: {self._choice([*splits])}")
+
+    def _choice(self, splits: Sequence[str]) -> str:
+        """Return how to choose a split."""
+        if os.path.isdir(os.path.join(self.data, splits[0])):
+            return f"choose one, such as {os.path.join(self.data, splits[0])}"
+        if os.path.isdir(self.data):
+            return f"choose the files of one, such as '{os.path.join(self.data, splits[0])}-*.parquet'"
+        return "make a table of each, or shards with `vl-plugins shards`"
+
+    def describe(self) -> str:
+        text = super().describe()
+        if Path(self.data).suffix.lower() in (".csv", ".tsv"):
+            text = f"{self.rows:,} rows, {text}"
+        return f"{text}; left out: {describe_rejected(self.rejected)}" if self.rejected else text
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of a table that has a caption in each."""
+        return len(self.caption_hashes) + len(self.rejected)
+
+    def record(self, image: int) -> Record:
+        """Return the file and the captions of an image."""
+        start, end = self._first_byte[image : image + 2]
+        return _decode(self._encoded[start:end].data)
+
+    @cached_property
+    def records(self) -> list[Record]:
+        return [self.record(image) for image in range(len(self))]
+
+    def read(self, images: Sequence[int]) -> list[bytes | Exception]:
+        contents: list[bytes | Exception] = []
+        for image in images:
+            try:
+                contents.append(self.files.read(self.record(image).key))
+            except UserError as error:
+                contents.append(error)
+        return contents
+
+    def parse(self, image: int, data: bytes | Exception) -> tuple[Record, dict[str, bytes]]:
+        if isinstance(data, Exception):
+            raise data
+        return self.record(image), {"jpg": data}
+
+    def digest(self) -> str:
+        return hashlib.sha256(self._encoded.data).hexdigest()
+
+
+_decode = msgspec.msgpack.Decoder(Record).decode

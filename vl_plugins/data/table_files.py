@@ -1,0 +1,199 @@
+"""The files of tables, read row by row: CSV, TSV, JSON Lines, JSON lists, Parquet, ``.token``, folders of pictures."""
+
+import codecs
+import csv
+import io
+import itertools
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+import fsspec
+import msgspec
+
+from vl_plugins.data.captions import have_lines
+from vl_plugins.data.files import read_bytes
+from vl_plugins.data.records import lines_of
+from vl_plugins.errors import UserError, require, user_errors
+
+# First the names of all columns as a mapping, and then each row: where it is, and its values by column.
+# What is wrong with a row is under None.
+Rows = Iterator[tuple[str, dict[Any, Any]]]
+
+DELIMITERS = ("\t", ",", "| ", ";")
+TOKEN = re.compile(r"([^\t]+)#\d+\t(.*)")  # Flickr30K's "1000092795.jpg#0<tab>Two young guys ..."
+PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+NO_LIST = "it is no list of rows: `vl-plugins shards coco` reads Karpathy's splits, and `coco-captions` COCO's files"
+
+
+def read_rows(file: str | Path, delimiter: str | None = None, caption_lines: str = "auto") -> Rows:
+    """Yield the names of a table's columns, and then its rows.
+
+    - Text, such as ``.csv`` and ``.tsv``: a row of column names, and fields quoted as spreadsheets do. A line whose
+      quotes mean nothing to a spreadsheet is split as it stands. With the delimiter ``"| "``, as in Kaggle's
+      ``results.csv``, quotes have no meaning. UTF-8, or the UTF-16 of spreadsheets.
+    - Text without names whose lines are ``a.jpg#0<tab>caption``, such as Flickr30K's ``.token``.
+    - ``.jsonl``: an object in each line. ``.json``: a list of objects.
+    - ``.parquet`` with paths of images.
+    - A folder: each picture in it with the ``.txt`` of the same name.
+
+    Args:
+        file: path; of text also a URL.
+        delimiter: of text; by default the first of tab, comma, ``"| "`` and semicolon that the first line has.
+        caption_lines: of a folder, whether each line of a ``.txt`` is a caption: ``"yes"``, ``"no"`` or ``"auto"``.
+
+    Raises:
+        UserError: the file is none of these.
+    """
+    suffix = Path(file).suffix.lower()
+    if Path(file).is_dir():
+        return _read_pictures(Path(file), caption_lines)
+    if suffix == ".jsonl":
+        return _read_json_lines(file)
+    if suffix == ".json":
+        return _read_json_list(file)
+    if suffix == ".parquet":
+        return _read_parquet(file)
+    return _read_text(file, delimiter)
+
+
+def _read_text(file: str | Path, delimiter: str | None) -> Rows:
+    with _open_text(file) as stream:
+        lines = enumerate(stream, 1)
+        number, header = next(((number, line) for number, line in lines if line.strip()), (0, ""))
+        if not header:
+            raise UserError(f"{file} is empty")
+        if delimiter is None and TOKEN.match(header):
+            yield from _read_tokens(itertools.chain([(number, header)], lines))
+        else:
+            texts = (line for _, line in lines)
+            yield from _read_csv(file, number, itertools.chain([header], texts), delimiter or _delimiter_of(header))
+
+
+@contextmanager
+def _open_text(file: str | Path) -> Iterator[TextIO]:
+    with fsspec.open(str(file), "rb") as stream:
+        first = stream.read(4)
+        stream.seek(0)
+        if first == b"PAR1":
+            raise UserError(f"{file} is Parquet, not text: name it .parquet")
+        # "surrogateescape": to find the line that is not UTF-8.
+        encoding = "utf-16" if first[:2] in UTF_16 else "utf-8-sig"
+        with io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline="") as text:
+            yield text
+
+
+def _delimiter_of(header: str) -> str:
+    return next((delimiter for delimiter in DELIMITERS if delimiter in header), ",")
+
+
+def _read_tokens(lines: Iterator[tuple[int, str]]) -> Rows:
+    yield "", dict.fromkeys(["image", "caption"])
+    for number, line in lines:
+        fields = TOKEN.match(line.rstrip("\r\n"))
+        if fields is not None:
+            yield f"line {number}", {"image": fields[1], "caption": fields[2]}
+        elif line.strip():
+            yield f"line {number}", {None: "expected an image, '#', a number, a tab and a caption"}
+
+
+def _read_csv(file: str | Path, first: int, lines: Iterator[str], delimiter: str) -> Rows:
+    """Yield the rows of delimited text, whose line of names has the number ``first``."""
+    options: dict[str, Any] = {"delimiter": delimiter, "strict": True}
+    if delimiter[1:] == " ":
+        options |= {"delimiter": delimiter[0], "skipinitialspace": True, "quoting": csv.QUOTE_NONE}
+    latest = [""]  # line, as it is in the file
+    reader = csv.reader(_remembered(lines, latest), **options)
+    names = next(reader)
+    if len({*names}) < len(names):
+        raise UserError(f"{file}: two columns have the same name: {', '.join(map(repr, names))}")
+    yield "", dict.fromkeys(names)
+    while True:
+        line = reader.line_num + first
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            fields = latest[0].rstrip("\r\n").split(delimiter)
+            last = reader.line_num + first - 1
+            if last > line or len(fields) != len(names):
+                place = f"line {line}" if last == line else f"lines {line} to {last}"
+                yield place, {None: f"{error}; is a quote missing, or one too many?"}
+                continue
+        values: dict[Any, Any] = dict(zip(names, fields, strict=False))
+        if fields and len(fields) != len(names):
+            values[None] = f"{len(fields)} fields, but {len(names)} column names"
+        if fields:
+            yield f"line {line}", values
+
+
+def _remembered(lines: Iterator[str], latest: list[str]) -> Iterator[str]:
+    for line in lines:
+        latest[0] = line
+        yield line
+
+
+def _read_json_lines(file: str | Path) -> Rows:
+    decode = msgspec.json.Decoder(dict[str, Any]).decode
+
+    def objects() -> Rows:
+        with fsspec.open(str(file), "rb") as stream:
+            for line, text in enumerate(stream, 1):
+                if text.strip():
+                    try:
+                        yield f"line {line}", decode(text.removeprefix(codecs.BOM_UTF8))
+                    except ValueError as error:
+                        raise UserError(f"{file}: line {line}: it is not a JSON object: {error}") from error
+
+    names: dict[Any, Any] = {}
+    for _, row in objects():
+        names |= dict.fromkeys(row)
+    yield "", names
+    yield from objects()
+
+
+def _read_json_list(file: str | Path) -> Rows:
+    content = read_bytes(file).removeprefix(codecs.BOM_UTF8)
+    if content.lstrip()[:1] == b"{":
+        raise UserError(NO_LIST)
+    with user_errors(str(file)):
+        rows = msgspec.json.decode(content, type=list[dict[str, Any]])
+    names: dict[Any, Any] = {}
+    for row in rows:
+        names |= dict.fromkeys(row)
+    yield "", names
+    for number, row in enumerate(rows):
+        yield f"row {number}", row
+
+
+def _read_parquet(file: str | Path) -> Rows:
+    parquet = require("pyarrow.parquet", extra="hub")
+    with user_errors(str(file), Exception), parquet.ParquetFile(file) as table:
+        yield "", dict.fromkeys(table.schema_arrow.names)
+        number = 0
+        for batch in table.iter_batches():
+            for row in batch.to_pylist():
+                yield f"row {number}", row
+                number += 1
+
+
+def _read_pictures(folder: Path, caption_lines: str) -> Rows:
+    pictures = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in PICTURES]
+    texts = {path: path.with_suffix(".txt") for path in pictures}
+    captions = {path: text.read_text("utf-8-sig") for path, text in texts.items() if text.is_file()}
+    if not captions:
+        raise UserError("there is no picture with a .txt of the same name")
+    lines = {path: lines_of(text) for path, text in captions.items()}
+    several = sum(len(texts) > 1 for texts in lines.values())
+    has_lines = caption_lines == "yes" or (caption_lines == "auto" and have_lines(several, len(lines) - several))
+    yield "", dict.fromkeys(["image", "caption"])
+    for path in pictures:
+        name = path.relative_to(folder).as_posix()
+        if path not in captions:
+            yield name, {"image": name, None: f"there is no {texts[path].name}"}
+        else:
+            yield name, {"image": name, "caption": lines[path] if has_lines else captions[path]}
