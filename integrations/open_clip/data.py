@@ -30,9 +30,9 @@ from vl_plugins.data import (
 )
 from vl_plugins.data.randomness import derived_seed, seed_everything
 from vl_plugins.data.records import LINES
+from vl_plugins.data.rows import read_rows
 from vl_plugins.data.shard_names import expand_braces
 from vl_plugins.data.table_collection import TableCollection
-from vl_plugins.data.table_files import read_rows
 from vl_plugins.errors import UserError, number, user_errors
 from vl_plugins.integrations.open_clip.flags import IMAGE_KEY, NOT_OURS, SAMPLE_KEYS, flag, parse_args
 from vl_plugins.numerics import NO_ID

@@ -26,7 +26,7 @@ from vl_plugins.data import (
     read_batches,
     training_loader,
 )
-from vl_plugins.data.pictures import inspect_image
+from vl_plugins.data.picture_formats import inspect_image
 from vl_plugins.data.randomness import seed_everything
 from vl_plugins.data.samples import decode_features
 from vl_plugins.errors import UserError

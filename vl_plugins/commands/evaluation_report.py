@@ -23,19 +23,19 @@ def write_evaluation_report(arguments: argparse.Namespace, results: Results, col
     """Write the page about the first protocol, with charts and examples of the first seed of the first model."""
     protocol = arguments.protocol[0]
     name, seeds = next(iter(results.models.items()))
-    shown = seeds[0].evaluations[protocol]
-    assert shown.ranks is not None  # with_ranks
+    evaluation = seeds[0].evaluations[protocol]
+    assert evaluation.ranks is not None  # with_ranks
     models = list(results.models)
     titled = " and ".join(models) if len(models) < 3 else f"{len(models)} models"
     write_report(
         arguments.report,
-        shown.ranks,
+        evaluation.ranks,
         metrics_by_row(results.models),
         title=f"Image-text retrieval of {titled}, protocol {protocol}",
         settings=sizes(results.models) | _settings(_descriptions(results)),
         model=name,
         comparison=_comparison(results, protocol),
-        collection=collection and collection.with_captions(shown.captions),
+        collection=collection and collection.with_captions(evaluation.captions),
         max_image_pixels=arguments.max_image_pixels,
     )
     print(f"wrote {arguments.report}", file=sys.stderr)

@@ -31,8 +31,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the losses; one that cannot be loaded has an ``error``."""
     width = min(shutil.get_terminal_size().columns, 120)
     shared = f"Options of every loss: {format_options(SHARED_OPTIONS)} (None: the loss's own default)."
-    footers = [textwrap.fill(footer, width) for footer in (shared, OTHERS)]
-    print("\n\n".join([*(_paragraph(name, width) for name in list_losses()), *footers]))
+    paragraphs = []
+    for name in list_losses():
+        paragraphs.append(_paragraph(name, width))
+    for footer in (shared, OTHERS):
+        paragraphs.append(textwrap.fill(footer, width))
+    print("\n\n".join(paragraphs))
     return 0
 
 

@@ -103,11 +103,12 @@ def _gradients(arguments: argparse.Namespace) -> None:
             losses.append([word])
     if any(":" in name for name, *_ in losses):
         sys.path.append(os.getcwd())  # module:Class may be a file here, as it may with `python -m`
-    drawn = {}
+    curves = {}
     for name, *words in losses:
         with user_errors(name, argparse.ArgumentTypeError):
             options = dict(map(key_value, words))
-            drawn[f"{name}({format_options(options)})" if options else name] = create_loss(name, **options)
+            label = f"{name}({format_options(options)})" if options else name
+            curves[label] = create_loss(name, **options)
     from vl_plugins.plots.gradients import plot_gradient_sizes
 
     # Some losses of pytorch-metric-learning cannot be called with two sets of embeddings. In a loss of the user's own
@@ -115,4 +116,4 @@ def _gradients(arguments: argparse.Namespace) -> None:
     is_users_own = any(":" in name for name, *_ in losses)
     expected = () if is_users_own else MALFORMED_CONTENT
     with user_errors(" ".join(arguments.losses), *expected):
-        plot_gradient_sizes(drawn, arguments.out)
+        plot_gradient_sizes(curves, arguments.out)

@@ -23,10 +23,12 @@ def run_names(runs: Sequence[str]) -> dict[str, str]:
         UserError: two runs have one name.
     """
     pairs = named_runs(runs)
-    for name, count in Counter(name for name, _ in pairs).items():
-        if count > 1:
+    paths: dict[str, str] = {}
+    for name, path in pairs:
+        if name in paths:
             raise UserError(f"two runs are called {name!r}; name them: NAME=PATH OTHER=PATH")
-    return dict(pairs)
+        paths[name] = path
+    return paths
 
 
 def named_runs(runs: Sequence[str]) -> list[tuple[str, str]]:
@@ -38,11 +40,17 @@ def named_runs(runs: Sequence[str]) -> list[tuple[str, str]]:
     may occur several times.
     """
     pairs = []
+    counts = Counter[str]()
     for run in runs:
-        name, _, path = run.partition("=")
-        pairs.append((name, path) if _is_named(run) else (_short_name(run), run))
-    counts = Counter(name for name, _ in pairs)
-    return [(path if counts[name] > 1 and path in runs else name, path) for name, path in pairs]
+        name, path = _short_name(run), run
+        if _is_named(run):
+            name, _, path = run.partition("=")
+        pairs.append((name, path))
+        counts[name] += 1
+    for place, (name, path) in enumerate(pairs):
+        if counts[name] > 1 and path in runs:
+            pairs[place] = path, path
+    return pairs
 
 
 def _is_named(run: str) -> bool:
@@ -67,5 +75,6 @@ def _short_name(path: str) -> str:
         return file.stem
     folder = file if file.is_dir() else file.parent
     run = folder.parent if folder.name == "checkpoints" else folder
-    is_run = file.is_dir() or (run / PARAMS).is_file() or (folder / RESULTS).is_file()
-    return run.name if is_run else file.stem
+    if file.is_dir() or (run / PARAMS).is_file() or (folder / RESULTS).is_file():
+        return run.name
+    return file.stem

@@ -49,13 +49,13 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         description="Write and check WebDataset shards of captioned images.",
     )
     actions = parser.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
-    for source, (what, *examples) in SOURCES.items():
+    for source, (content, *examples) in SOURCES.items():
         source_parser = actions.add_parser(
             source,
-            help=f"write {what}",
+            help=f"write {content}",
             usage=f"%(prog)s{' NAME_OR_PATH' if source == HUB else ''} [options]",
             examples=[f"vl-plugins shards {example}" for example in examples],
-            description=f"Write {what} as WebDataset shards, which open_clip reads too. Run an interrupted command "
+            description=f"Write {content} as WebDataset shards, which open_clip reads too. Run an interrupted command "
             "again to resume it.",
         )
         source_parser.set_defaults(run=run, images=None, features=None)
@@ -74,9 +74,10 @@ def _add_reading_options(group: argparse._ArgumentGroup, source: str) -> None:
         add("--data-files", type=_split_pattern, nargs="+", metavar="SPLIT=PATTERN", help=files)
     else:
         number: Any = "+" if source == "coco-captions" else 1
-        what = "the table: text with a row of column names, .jsonl, .json, .parquet, or Flickr30K's .token"
-        what = what if source == "table" else "annotation file"
-        add("--annotations", type=Path, nargs=number, required=True, metavar="FILE", help=what)
+        annotations = "annotation file"
+        if source == "table":
+            annotations = "the table: text with a row of column names, .jsonl, .json, .parquet, or Flickr30K's .token"
+        add("--annotations", type=Path, nargs=number, required=True, metavar="FILE", help=annotations)
         folders = group.add_mutually_exclusive_group(required=True)
         images = "folder of the images, or an fsspec URL such as s3://...; paths are relative to it"
         folders.add_argument("--images", type=_folder, metavar="DIR", help=images)

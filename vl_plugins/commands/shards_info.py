@@ -15,9 +15,9 @@ __all__ = ["add_engine", "print_rejected", "register"]
 
 def register(actions: argparse._SubParsersAction) -> None:
     """Add the subcommands ``verify``, ``info`` and ``index``."""
-    for name, (run, what, description) in ACTIONS.items():
+    for name, (run, summary, description) in ACTIONS.items():
         examples = [f"vl-plugins shards {name} shards/coco-val-*.tar"]
-        parser = actions.add_parser(name, help=what, examples=examples, description=description)
+        parser = actions.add_parser(name, help=summary, examples=examples, description=description)
         shards = "folder of shards, or shards such as coco-train-{000000..000113}.tar; a path, or an fsspec URL"
         parser.add_argument("shards", nargs="+", metavar="SHARDS", help=shards)
         if run is not _info:

@@ -18,10 +18,16 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "in the format of Karpathy's COCO splits.",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the pictures and dataset_toy.json")
-    numbers = {"seed": (0, "random seed"), "image-size": (64, "width and height in pixels")}
-    numbers |= {split: (1600 if split == "train" else 200, f"{split} images") for split in ("train", "val", "test")}
-    for name, (default, what) in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default: {default})")
+    numbers = {
+        "seed": (0, "random seed"),
+        "image-size": (64, "width and height in pixels"),
+        "train": (1600, "train images"),
+        "val": (200, "val images"),
+        "test": (200, "test images"),
+    }
+    for name, (default, meaning) in numbers.items():
+        text = f"{meaning} (default: {default})"
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
     parser.set_defaults(run=run)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from vl_plugins.data.grouping import Images, KeyedRows, Row, join_rows
-from vl_plugins.data.table_files import Rows, read_rows
+from vl_plugins.data.rows import Rows, read_rows
 from vl_plugins.errors import UserError, one_of, user_errors
 
 IMAGE_COLUMNS = ("image", "filepath", "file_name", "filename", "path", "image_path")
@@ -107,7 +107,7 @@ def read_table(
 ) -> Images:
     """Yield the images of a table whose rows have the path of an image, relative to the image root, and its captions.
 
-    :func:`~vl_plugins.data.table_files.read_rows` tells which files are tables. Rows with the same path are one image,
+    :func:`~vl_plugins.data.rows.read_rows` tells which files are tables. Rows with the same path are one image,
     where the first row is. With several caption columns an empty one means that the row has fewer captions. Caption ids
     are running numbers, image ids too if there is no id column. A table is held in memory, some 460 bytes a row.
 
@@ -116,7 +116,7 @@ def read_table(
         columns: which column holds what; by default they are found by their names.
         image_root: folder of the images. Absolute paths have to be in it.
         folder: that relative paths start from, if this is not ``image_root``, but a folder in it.
-        delimiter: of text, see :func:`~vl_plugins.data.table_files.read_rows`.
+        delimiter: of text, see :func:`~vl_plugins.data.rows.read_rows`.
         dataset_name: by default the name of the file.
         split_name: split of all rows when there is no split column.
         val_fraction, test_fraction: share of the images that a hash of the group, or else of the path, assigns to

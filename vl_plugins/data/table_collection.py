@@ -56,7 +56,7 @@ def read_local(
 
     Args:
         data: path of a table whose paths are relative to the working directory, of any kind that
-            :func:`~vl_plugins.data.table_files.read_rows` takes; of Parquet with pictures, or a pattern of such files;
+            :func:`~vl_plugins.data.rows.read_rows` takes; of Parquet with pictures, or a pattern of such files;
             or of a folder that :func:`~vl_plugins.data.hub.read_hugging_face` takes.
         columns: which column holds what; by default they are found by their names.
         delimiter: of text; by default it is found.

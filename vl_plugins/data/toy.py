@@ -92,8 +92,10 @@ def write_toy_scenes(
 
 def _draw(rng: random.Random) -> Scene:
     number = rng.choice((2, 3))
-    shapes = tuple(Shape(rng.choice(list(SIZES)), rng.choice(list(COLORS)), rng.choice(KINDS)) for _ in range(number))
-    return Scene(shapes, rng.choice(list(RELATIONS)), rng.choice(list(BACKGROUNDS)))
+    shapes = []
+    for _ in range(number):
+        shapes.append(Shape(rng.choice(list(SIZES)), rng.choice(list(COLORS)), rng.choice(KINDS)))
+    return Scene(tuple(shapes), rng.choice(list(RELATIONS)), rng.choice(list(BACKGROUNDS)))
 
 
 def _describe(scene: Scene, rng: random.Random) -> list[str]:
@@ -125,8 +127,11 @@ def _paint(scene: Scene, image_size: int, rng: random.Random) -> Image.Image:
         along = index * cell + rng.uniform(radius, cell - radius)
         across = line + rng.uniform(-OFFSET, OFFSET)
         x, y = (along, across) if scene.axis == "horizontal" else (across, along)
-        points = [((x + radius * dx) * side, (y + radius * dy) * side) for dx, dy in _outline(shape.kind)]
-        (draw.ellipse if shape.kind == "circle" else draw.polygon)(points, fill=COLORS[shape.color])
+        points = []
+        for right, down in _outline(shape.kind):
+            points.append(((x + radius * right) * side, (y + radius * down) * side))
+        paint = draw.ellipse if shape.kind == "circle" else draw.polygon
+        paint(points, fill=COLORS[shape.color])
     return image.reduce(PAINT_SCALE)
 
 
@@ -136,5 +141,9 @@ def _outline(kind: str) -> list[tuple[float, float]]:
         return [(-1.0, -1.0), (1.0, 1.0)]
     # Number of corners, distance of every other one from the center, and turn of the first one from the top.
     number, inner, turn = {"square": (4, 1.0, pi / 4), "triangle": (3, 1.0, 0.0), "star": (10, 0.4, 0.0)}[kind]
-    polar = [(turn + 2 * pi * corner / number, inner if corner % 2 else 1.0) for corner in range(number)]
-    return [(distance * sin(angle), -distance * cos(angle)) for angle, distance in polar]
+    points = []
+    for corner in range(number):
+        angle = turn + 2 * pi * corner / number
+        distance = inner if corner % 2 else 1.0
+        points.append((distance * sin(angle), -distance * cos(angle)))
+    return points

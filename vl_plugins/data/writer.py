@@ -35,15 +35,12 @@ from vl_plugins.data.files import (
 from vl_plugins.data.grouping import Images, shuffled
 from vl_plugins.data.index import INDEX_FOLDER, IndexHead, make_head, read_head, write_index
 from vl_plugins.data.limits import MAX_IMAGE_PIXELS, check_max_image_pixels
-from vl_plugins.data.pictures import CONVERT, prepare_picture
+from vl_plugins.data.picture_formats import CONVERT, prepare_picture
 from vl_plugins.data.records import Record
-from vl_plugins.data.samples import FEATURES, INPUTS, decode_features
+from vl_plugins.data.samples import FEATURES, INPUTS, decode_features, file_blocks
 from vl_plugins.errors import UserError, one_of
 
 SIZES_FILE = "sizes.json"
-# Of a member with time 0, no owner and mode 644. Others differ in name, size and checksum; `TarInfo.tobuf` is slower.
-HEADER = tarfile.TarInfo().tobuf(tarfile.USTAR_FORMAT)
-HEADER_END = HEADER[156:]
 
 
 class FileFolder:
@@ -165,45 +162,30 @@ def write_shards(
             has no other); shards with other contents exist (without ``overwrite``); another process writes the same
             split; a file cannot be written. No partial shard is left behind.
     """
-    one_of("inputs", inputs, INPUTS)
-    one_of("on_error", on_error, ("raise", "skip"))
     if samples_per_shard < 1:
         raise UserError(f"samples_per_shard must be at least 1, got {samples_per_shard}")
-    check_max_image_pixels(max_image_pixels)
-    _check_changes(convert, resize, inputs)
-    out, files = os.fspath(out), FileFolder(files) if isinstance(files, str | os.PathLike) else files
-    images = _with_array_files(images, files) if inputs == "features" else images
-    images = images if seed is None else shuffled(images, seed)
+    out = os.fspath(out)
+    if isinstance(files, str | os.PathLike):
+        files = FileFolder(files)
     writer = _ShardWriter(files, inputs, on_error, overwrite, max_image_pixels, convert, resize)
-    shards: list[str] = []
-    images_written, captions, rejected = 0, 0, []
+    if inputs == "features":
+        images = _with_array_files(images, files)
+    if seed is not None:
+        images = shuffled(images, seed)
+    written = Written([], 0, 0, [])
     # Locks are released last, when no worker writes any more. disable=None: no bar where nobody watches.
-    with (
-        ExitStack() as locks,
-        closing(
-            run_jobs(writer.write, writer.jobs(images, out, samples_per_shard, locks), workers, executor)
-        ) as written,
-        tqdm(unit="image", disable=None) as progress,
-    ):
-        for shard, head in written:
-            shards.append(shard)
-            images_written, captions = images_written + len(head.counts), captions + sum(head.counts)
-            rejected += head.rejected
-            progress.update(len(head.counts) + len(head.rejected))
-        _remove_others(out, shards, overwrite)
-        _write_sizes(out)
-    return Written(shards, images_written, captions, rejected)
-
-
-def _check_changes(convert: str | None, resize: int | None, inputs: str) -> None:
-    """Raise :class:`UserError` for wrong options of pictures."""
-    for name, value in (("convert", convert), ("resize", resize)):
-        if value is not None and inputs == "features":
-            raise UserError(f"--{name} changes pictures, but --features (inputs='features') has none")
-    if convert is not None:
-        one_of("convert", convert, CONVERT)
-    if resize is not None and resize < 1:
-        raise UserError(f"resize must be at least 1, got {resize}")
+    with ExitStack() as locks, tqdm(unit="image", disable=None) as progress:
+        jobs = writer.jobs(images, out, samples_per_shard, locks)
+        with closing(run_jobs(writer.write, jobs, workers, executor)) as heads:
+            for shard, head in heads:
+                written.shards.append(shard)
+                written.rejected.extend(head.rejected)
+                images_written = written.images + len(head.counts)
+                written = written._replace(images=images_written, captions=written.captions + sum(head.counts))
+                progress.update(len(head.counts) + len(head.rejected))
+            _remove_others(out, written.shards, overwrite)
+            _write_sizes(out)
+    return written
 
 
 class _Shard(NamedTuple):
@@ -242,6 +224,18 @@ class _ShardWriter:
     max_image_pixels: int
     convert: str | None
     resize: int | None
+
+    def __post_init__(self) -> None:
+        one_of("inputs", self.inputs, INPUTS)
+        one_of("on_error", self.on_error, ("raise", "skip"))
+        check_max_image_pixels(self.max_image_pixels)
+        for name, value in (("convert", self.convert), ("resize", self.resize)):
+            if value is not None and self.inputs == "features":
+                raise UserError(f"--{name} changes pictures, but --features (inputs='features') has none")
+        if self.convert is not None:
+            one_of("convert", self.convert, CONVERT)
+        if self.resize is not None and self.resize < 1:
+            raise UserError(f"resize must be at least 1, got {self.resize}")
 
     def jobs(self, images: Images, out: str, samples_per_shard: int, locks: ExitStack) -> Iterator[_Shard]:
         """Yield the shards of a stream of images, each with those rejected before, and lock the split of each."""
@@ -339,10 +333,7 @@ class _ShardWriter:
         members = {extension: data, "json": _to_json(metadata), "txt": image.captions[0].encode()}
         blocks = []
         for extension, content in sorted(members.items()):
-            name = f"{key}.{extension}".encode().ljust(100, b"\0")
-            header = name + HEADER[100:124] + b"%011o" % len(content) + HEADER[135:148]
-            checksum = b"%06o\0 " % (sum(header) + sum(b" " * 8) + sum(HEADER_END))
-            blocks += [header, checksum, HEADER_END, content, bytes(-len(content) % tarfile.BLOCKSIZE)]
+            blocks += file_blocks(f"{key}.{extension}", content)
         return b"".join(blocks)
 
 

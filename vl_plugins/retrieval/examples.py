@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vl_plugins.data import Collection
-from vl_plugins.data.pictures import inspect_image
+from vl_plugins.data.picture_formats import inspect_image
 from vl_plugins.data.samples import decode
 from vl_plugins.errors import UserError
 from vl_plugins.retrieval.ranks import DirectionRanks, Ranks

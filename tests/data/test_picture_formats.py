@@ -13,7 +13,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import resize as resize_as_torchvision
 
 from tests.helpers.pictures import EPS, VAST, fail_to_decode, replace_ghostscript, vast_png
-from vl_plugins.data.pictures import Picture, inspect_image, prepare_picture
+from vl_plugins.data.picture_formats import Picture, inspect_image, prepare_picture
 from vl_plugins.data.samples import decode
 from vl_plugins.errors import UserError
 
