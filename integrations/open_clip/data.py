@@ -180,7 +180,7 @@ def _read_split(split: str, path: str, args: Namespace) -> Collection:
     rule = _caption_rule(args)
     if args.dataset_type != "csv" and not path.endswith((".csv", ".tsv")):
         return read_collection(path, on_error, rule, keep_index=not args.no_index)
-    _, names = next(read_rows(path, args.csv_separator))
+    names, _ = read_rows(path, args.csv_separator)
     check_columns(flag(split), path, names, args)
     columns = Columns(args.csv_img_key, [args.csv_caption_key])
     return TableCollection(path, on_error, rule, columns, args.csv_separator)

@@ -302,7 +302,7 @@ def test_parquet_with_paths(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("rule", ["auto", "yes", "no"])
+@pytest.mark.parametrize("rule", [None, True, False])
 @pytest.mark.parametrize("last", ["x\n", "x\n\ny"])
 def test_a_folder_of_pictures(tmp_path, rule, last):
     (tmp_path / "more").mkdir()
@@ -311,8 +311,8 @@ def test_a_folder_of_pictures(tmp_path, rule, last):
         (tmp_path / name).touch()
         if text is not None:
             (tmp_path / name).with_suffix(".txt").write_text(text, encoding="utf-8-sig")
-    first, rejected, second = read_table(tmp_path, caption_lines=rule)
-    have_lines = rule == "yes" or (rule == "auto" and "y" in last)
+    first, rejected, second = read_table(tmp_path, has_lines=rule)
+    have_lines = "y" in last if rule is None else rule
     assert first.captions == (("one", "two") if have_lines else ("one\ntwo",))
     assert second.captions == (tuple(last.split()) if have_lines else (last,))
     assert [first.file, second.file] == ["a.jpg", "more/b.PNG"]

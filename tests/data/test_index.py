@@ -17,7 +17,7 @@ from tests.helpers.numbered_shards import write_captioned, write_numbered
 from vl_plugins.cli import main
 from vl_plugins.data import expand_shards, read_collection
 from vl_plugins.data.index import index_file, index_shard, read_head, scan_shard, write_index
-from vl_plugins.data.reading import settled
+from vl_plugins.data.reading import rules_of_splits
 from vl_plugins.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:failed to import `ujson`")
@@ -245,7 +245,7 @@ class TestCaptionsInLines:
         """An index that was written by another rule does not count."""
         if index is not None:
             for shard in shards:
-                index_shard(shard, rule=settled(shards, index))
+                index_shard(shard, rule=rules_of_splits(shards, index)[shard])
         collection = read_collection(shards, caption_lines=rule)
         assert collection.captions_per_image.tolist() == [captions] * 2
         assert collection.only_txt == (2 if captions == 1 else 0)
@@ -262,6 +262,24 @@ class TestCaptionsInLines:
         assert read_collection(shards).captions_per_image.tolist() == [1, 1, 1]
         assert read_collection(shards, caption_lines="yes").captions_per_image.tolist() == [5, 5, 1]
 
+    def test_blank_texts_have_no_say(self, shards, tmp_path):
+        shards.append(write_tar(tmp_path / "2.tar", [("a.jpg", b""), ("a.txt", " \n")]))
+        assert read_collection(shards, on_error="skip").captions_per_image.tolist() == [5, 5]
+
+    def test_each_split_has_its_own_rule(self, shards, tmp_path):
+        other = write_tar(tmp_path / "alt-0.tar", [("a.jpg", b""), ("a.txt", "one line")])
+        rules = rules_of_splits([*shards, other])
+        assert [rules[shard].lines for shard in (*shards, other)] == [True, True, False]
+
+    def test_an_index_that_is_kept_is_enough(self, shards, monkeypatch):
+        """Though nobody knows before the scan whether lines are captions."""
+        assert read_collection(shards, keep_index=True).captions_per_image.tolist() == [5, 5]
+        monkeypatch.setattr("vl_plugins.data.index.scan_shard", None)
+        for rule in ("auto", "yes", "no"):
+            collection = read_collection(shards, caption_lines=rule, keep_index=True)
+            assert collection.captions_per_image.tolist() == ([1, 1] if rule == "no" else [5, 5])
+            assert len(collection.records) == 2
+
     def test_lists_of_captions_have_no_say(self, shards, tmp_path):
         listed = [("a.jpg", b""), ("a.json", {"captions": ["one", "two"]}), ("a.txt", "one")]
         collection = read_collection([*shards, write_tar(tmp_path / "2.tar", listed)])
@@ -271,7 +289,7 @@ class TestCaptionsInLines:
         """It does not say whether texts have lines."""
         for shard in shards:
             head, records = scan_shard(shard)
-            head.text_lines = None
+            head.texts_of_lines = None
             write_index(shard, head, records)
         assert read_collection(shards).captions_per_image.tolist() == [5, 5]
 
@@ -317,6 +335,14 @@ class TestArchives:
         content = gzip.compress(content) if data is None else content[:1024] + data
         (shard := tmp_path / "x.tar").write_bytes(content)
         with pytest.raises(UserError, match=rf"cannot read {shard}, it is damaged or compressed: .*{message}"):
+            read_collection(shard)
+
+    @pytest.mark.parametrize("blocks", range(17, 21))
+    def test_two_archives_in_one_file(self, tmp_path, blocks):
+        """Which is not read to its end, however many zeros end the first one."""
+        first = encode_archive([("a.txt", "a" * (512 * (blocks - 2)))])
+        (shard := tmp_path / "x.tar").write_bytes(first + encode_archive([("b.txt", "b")]))
+        with pytest.raises(UserError, match=r"something follows its end"):
             read_collection(shard)
 
     def test_pictures_are_not_read(self, monkeypatch):

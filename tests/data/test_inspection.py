@@ -19,7 +19,8 @@ from vl_plugins.data import (
     verify_shards,
     write_shards,
 )
-from vl_plugins.data.index import index_file
+from vl_plugins.data.index import index_file, index_shard
+from vl_plugins.data.records import CaptionRule
 
 FIRST, SECOND, THIRD = (f"tiny-train-{index:06d}.tar" for index in range(3))
 PICTURE = encode_picture((200, 100))
@@ -177,3 +178,14 @@ def test_sound_folder_and_its_copy_behind_a_url(sound):
     assert verify_shards([f"{sound}/{name}" for name in shards]) == (6, 12, [])
     fsspec.filesystem("memory").put(str(sound), "/test_inspection", recursive=True)
     assert verify_shards([f"memory://test_inspection/{name}" for name in shards]) == (6, 12, [])
+
+
+def test_an_index_by_another_rule_is_compared_by_its_own(tmp_path):
+    metadata = {"long": "a long one", "short": "one"}
+    shard = tmp_path / "x.tar"
+    shard.write_bytes(encode_archive([("a.png", PICTURE), ("a.json", json.dumps(metadata)), ("a.txt", "alt")]))
+    index_shard(str(shard), rule=CaptionRule(fields=("long", "short")))
+    assert verify_shards([str(shard)]) == (1, 2, [])
+    shard.write_bytes(shard.read_bytes().replace(b"alt", b"ALT"))
+    (problem,) = verify_shards([str(shard)])[2]
+    assert "its index has another SHA-256" in problem

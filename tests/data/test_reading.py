@@ -188,9 +188,18 @@ def test_a_row_that_cannot_be_used_is_left_out_or_an_error(folder):
     collection = read_collection("birds.csv", on_error="skip")
     assert collection.captions_per_image.tolist() == [1, 2, 1, 2, 1]
     assert collection.describe() == (
-        "9 rows, 5 images with 1 to 2 captions; left out: 2, because it has no captions, or a blank one; every image "
+        "5 images with 1 to 2 captions; left out: 2, because it has no captions, or a blank one; every image "
         "needs at least one: birds.csv: line 9 (pictures/1.png), birds.csv: line 10 (pictures/7.png)"
     )
+
+
+def test_paths_start_from_the_working_directory(folder, monkeypatch):
+    (folder / "tables").mkdir()
+    monkeypatch.chdir(folder / "tables")
+    (folder / "tables/birds.csv").write_text("image,caption\n../pictures/0.png,one\n.././pictures/0.png,two\n")
+    collection = read_collection("birds.csv")
+    assert collection.captions_per_image.tolist() == [2]
+    assert collection.pictures([0])[0] == picture("0.png")
 
 
 def test_a_picture_that_is_not_there_is_a_bad_sample(folder):
@@ -280,6 +289,23 @@ def test_captions_in_other_files_and_fields(tmp_path, rule, indexed_by):
     assert [record.captions for record in dataset.collection.records] == expected
 
 
+def test_ids_belong_to_the_captions_that_they_were_given_with(tmp_path):
+    metadata = {"captions": ["one", "two"], "caption_ids": [7, 8], "image_id": 3, "long": "a", "short": "b"}
+    (tmp_path / "x.tar").write_bytes(encode_archive([("a.jpg", b""), ("a.json", json.dumps(metadata))]))
+    for fields, ids in (((), [7, 8]), (("long", "short"), ["3#0", "3#1"])):
+        collection = read_collection(str(tmp_path / "x.tar"), caption_lines=CaptionRule(fields=fields))
+        assert (collection.image_ids, collection.caption_ids) == ([3], ids)
+
+
+def test_what_a_training_has_left_out_is_an_error_elsewhere(tmp_path):
+    """Also with the index that it has kept."""
+    (tmp_path / "x.tar").write_bytes(encode_archive([("a.txt", "one"), ("b.jpg", b"")]))
+    for _ in range(2):
+        assert len(read_collection(tmp_path / "x.tar", on_error="skip", keep_index=True)) == 1
+        with pytest.raises(UserError, match="b: it has no captions"):
+            read_collection(tmp_path / "x.tar")
+
+
 def test_a_picture_under_another_name(tmp_path):
     shard = str(recaptioned(tmp_path))
     for pictures, widths in (((), [1, 2, 3]), (("png", "thumb"), [9, 9, 9])):
@@ -350,13 +376,15 @@ print(len(read_collection(sys.argv[1], keep_index=True)), len(scans))
 """
 
 
-def test_one_process_scans_and_the_others_wait(tmp_path):
+def test_each_shard_is_scanned_by_one_process(tmp_path):
     for number in range(20):
         recaptioned(tmp_path, f"{number:05d}.tar")
     command = [sys.executable, "-c", SCAN, str(tmp_path)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    found = sorted(process.communicate()[0] for process in processes)
-    assert found == ["60 0\n", "60 0\n", "60 20\n"]
+    numbers = [list(map(int, process.communicate()[0].split())) for process in processes]
+    assert [images for images, _ in numbers] == [60, 60, 60]
+    assert sum(scans for _, scans in numbers) == 20
+    assert not list(Path(cache_folder()).glob("*.lock"))
 
 
 # -- images with equal captions ---------------------------------------------------------------------
@@ -369,6 +397,7 @@ def test_one_process_scans_and_the_others_wait(tmp_path):
         ([["a"], ["A "], ["c"]], 1 / 3),
         ([["a", "a"], ["b"], ["c"]], 0),
         ([["a", "x"], ["b", "a"], ["a"], ["x", "y"]], 4 / 6),
+        ([["a", "b"], ["b", "a"]], 1),
     ],
 )
 def test_the_share_of_pairs_with_an_equal_caption(tmp_path, captions, share):

@@ -267,7 +267,7 @@ def made_up(images, captions=5, per_shard=10_000):
         places = np.arange(number) * 100_000
         hashes = np.arange(first * captions, (first + number) * captions, dtype=HASHES)
         sizes, counts = [100_000] * number, [captions] * number
-        yield IndexHead(size=0, starts=places.tolist(), sizes=sizes, counts=counts, captions=hashes.tobytes())
+        yield IndexHead(size=0, starts=places.tolist(), sizes=sizes, counts=counts, caption_hashes=hashes.tobytes())
 
 
 @pytest.mark.parametrize("images", [100_000, pytest.param(2_000_000, marks=pytest.mark.slow)])

@@ -261,6 +261,17 @@ def test_annotation_ids_of_a_shuffled_file(tmp_path_factory, captions_of_images,
             assert caption_id == expected["id"]
 
 
+def test_an_image_without_an_id_does_not_take_that_of_another(write):
+    """Ids of images without one are running numbers."""
+    document = karpathy()
+    for index, image in enumerate(document["images"]):
+        del image["cocoid"]
+        image["imgid"] = None if index == 0 else index - 1
+    first, rejected, *rest = read_karpathy(write(document))
+    assert (first.image_id, rejected.reason) == (0, "image id 0 occurs more than once; ids must be unique")
+    assert [image.image_id for image in rest] == [1, 2]
+
+
 def test_annotations_of_images_that_are_not_there_are_counted(write):
     document = official()
     del document["images"][0]

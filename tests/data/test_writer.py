@@ -157,7 +157,7 @@ class TestContent:
         write(make_images(3, "val", 5))
         for shard in written.shards:
             head, (scanned, records) = read_head(shard), scan_shard(shard)
-            for name in ("starts", "sizes", "counts", "captions", "groups", "size"):
+            for name in ("starts", "sizes", "counts", "caption_hashes", "groups", "size"):
                 assert getattr(head, name) == getattr(scanned, name)
             assert read_records(shard) == records
             assert head.sha256 == hashlib.sha256(Path(shard).read_bytes()).hexdigest()

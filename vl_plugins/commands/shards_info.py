@@ -70,14 +70,13 @@ def _rule(arguments: argparse.Namespace) -> Any:
 
 def _index(arguments: argparse.Namespace) -> int:
     from vl_plugins.data.engines import run_jobs
-    from vl_plugins.data.index import index_shard
-    from vl_plugins.data.reading import settled
+    from vl_plugins.data.reading import rules_of_splits
 
     shards = _find_shards(arguments)
     counts = dict.fromkeys(("new", "rewritten", "unchanged"), 0)
     images, rejected = 0, []
-    rule = settled(shards, _rule(arguments))
-    index = partial(index_shard, on_error=arguments.on_error, rule=rule)
+    rules = rules_of_splits(shards, _rule(arguments))
+    index = partial(_index_shard, on_error=arguments.on_error, rules=rules)
     for indexed in run_jobs(index, shards, arguments.workers, arguments.engine):
         counts[indexed.state] += 1
         images += indexed.images
@@ -86,6 +85,12 @@ def _index(arguments: argparse.Namespace) -> int:
     print(f"{len(shards):,} shards, {images:,} images; indexes: {states}")
     print_rejected(rejected)
     return 0
+
+
+def _index_shard(shard: str, on_error: str, rules: dict[str, Any]) -> Any:
+    from vl_plugins.data.index import index_shard
+
+    return index_shard(shard, on_error, rules[shard])
 
 
 def print_rejected(rejected: Sequence[Any]) -> None:

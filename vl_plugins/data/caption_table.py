@@ -3,13 +3,13 @@
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from vl_plugins.data.grouping import Images, KeyedRows, Row, join_rows
-from vl_plugins.data.rows import Rows, read_rows
+from vl_plugins.data.rows import TableRow, read_rows
 from vl_plugins.errors import UserError, one_of, user_errors
 
 IMAGE_COLUMNS = ("image", "filepath", "file_name", "filename", "path", "image_path")
@@ -73,7 +73,7 @@ class Columns:
                 texts += _texts(value)
         if len(self.captions) > 1:
             texts = [text for text in texts if not isinstance(text, str) or text.strip()]
-        row = Row(place, values.get(self.image), texts, split, problem=values.get(None))
+        row = Row(place, values.get(self.image), texts, split)
         if self.split is not None:
             row.split = values.get(self.split)
         if self.id is not None:
@@ -103,7 +103,7 @@ def read_table(
     split_name: str = "train",
     val_fraction: float = 0.0,
     test_fraction: float = 0.0,
-    caption_lines: str = "auto",
+    has_lines: bool | None = None,
 ) -> Images:
     """Yield the images of a table whose rows have the path of an image, relative to the image root, and its captions.
 
@@ -121,30 +121,29 @@ def read_table(
         split_name: split of all rows when there is no split column.
         val_fraction, test_fraction: share of the images that a hash of the group, or else of the path, assigns to
             ``val`` and ``test`` instead; other rows of the table do not matter.
-        caption_lines: of a folder of pictures, see :func:`~vl_plugins.data.reading.read_collection`.
+        has_lines: of a folder of pictures, whether each line of a ``.txt`` is a caption; None: if each has several.
 
     Raises:
         UserError: the file cannot be read as a table, or the columns cannot be found.
     """
-    file = Path(file)
+    file = os.fspath(file)
     if not (val_fraction >= 0 and test_fraction >= 0 and val_fraction + test_fraction < 1):
         raise UserError("val_fraction and test_fraction must be at least 0, and below 1 together")
-    with user_errors(str(file)):
-        table = read_rows(file, delimiter, caption_lines)
-        _, names = next(table)
-        chosen = (columns or Columns()).find([*names])
+    with user_errors(file):
+        names, table = read_rows(file, delimiter, has_lines)
+        chosen = (columns or Columns()).find(names)
         fractions = val_fraction, test_fraction
         if any(fractions) and chosen.split is not None:
             raise UserError(f"{file} has splits in column {chosen.split!r}; leave out val_fraction and test_fraction")
         root = os.path.join(os.path.abspath(image_root or ""), "")
         rows = _keyed(table, chosen, root, folder, split_name, fractions)
         has_plain_ids = chosen.id == PLAIN_ID and (columns is None or columns.id is None)
-        name = label_of(file.stem) if dataset_name is None else dataset_name
+        name = label_of(PurePosixPath(file).stem) if dataset_name is None else dataset_name
         yield from join_rows(rows, name, f"{file}: ", has_plain_ids)
 
 
 def _keyed(
-    table: Rows,
+    table: Iterable[TableRow],
     columns: Columns,
     root: str,
     folder: str | Path | None,
@@ -153,8 +152,9 @@ def _keyed(
 ) -> KeyedRows:
     """Yield the rows of a table with their paths as keys."""
     val_fraction, test_fraction = fractions
-    for place, values in table:
+    for place, values, problem in table:
         row = columns.row(place, values, split_name)
+        row.problem = problem
         key = f"{place}/"  # no path ends so
         if isinstance(row.file, str):
             _set_path(row, root, folder)
@@ -175,7 +175,7 @@ def _set_path(row: Row, root: str, folder: str | Path | None) -> None:
         return
     if folder is not None:
         row.filename = path
-        path = os.path.join(folder, path)
+        path = os.path.abspath(os.path.join(folder, path))
     path = path.removeprefix(root)
     if "./" in path or "//" in path:
         path = str(PurePosixPath(path))

@@ -16,7 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 from vl_plugins.data.captions import RejectedImage, caption_hash
 from vl_plugins.data.files import PAUSES, OpenFiles, file_errors, is_transient, locate
 from vl_plugins.data.index import HASHES, IndexHead, read_records
-from vl_plugins.data.records import DEFAULT_RULE, CaptionRule, Record, parse_record, with_picture
+from vl_plugins.data.records import DEFAULT_RULE, CaptionRule, Record, only_picture, parse_record
 from vl_plugins.data.samples import input_of, parse_sample
 from vl_plugins.data.shard_names import AT_A_TIME
 from vl_plugins.errors import UserError, reason, user_errors
@@ -46,10 +46,10 @@ class Collection:
         first_caption: (I + 1,) index of each image's first caption, and C.
         caption_hashes: (C,) int64, see :func:`~vl_plugins.data.captions.caption_hash`.
         labels: (I,) int64: the index of each image, or that of the first image of its group.
-        only_txt: number of images without a list of captions, whose only caption is ``txt``.
+        texts, texts_of_lines: number of images without a list of captions, whose captions are in a text file; and of
+            those whose text has several lines.
         rejected: samples of other programs' shards that were left out.
-        text_lines, single_texts: number of images whose captions are those of ``txt``, with several lines and with one.
-        lines_of_heads: whether the heads took each line of a ``txt`` for a caption.
+        line_rules: whether the heads of shards with texts took each line for a caption.
     """
 
     ARRAYS: tuple[str, ...] = ("first_image", "starts", "sizes", "first_caption", "caption_hashes", "labels")
@@ -62,8 +62,8 @@ class Collection:
         rule: CaptionRule = DEFAULT_RULE,
     ):
         self.shards, self.on_error, self.rule = tuple(shards), on_error, rule
-        self.only_txt = self.text_lines = self.single_texts = 0
-        self.lines_of_heads: set[bool] = set()
+        self.texts = self.texts_of_lines = 0
+        self.line_rules: set[bool] = set()
         self._open_files = OpenFiles()
         self._shared: dict[str, Any] = {}  # tensors of arrays
         self.rejected: list[RejectedImage] = []
@@ -73,13 +73,12 @@ class Collection:
             starts.append(np.array(head.starts, dtype=np.int64))
             sizes.append(np.array(head.sizes, dtype=np.int32))
             counts.append(np.array(head.counts, dtype=np.int32))
-            captions.append(np.frombuffer(head.captions, dtype=HASHES))
+            captions.append(np.frombuffer(head.caption_hashes, dtype=HASHES))
             groups.append(np.frombuffer(head.groups or bytes(HASHES.itemsize * len(head.starts)), dtype=HASHES))
-            self.only_txt += head.only_txt
-            if head.text_lines is not None:
-                self.lines_of_heads.add(bool(head.rule.lines))
-                self.text_lines += head.text_lines
-                self.single_texts += head.single_texts
+            if head.texts > 0:
+                self.line_rules.add(bool(head.rule.lines))
+                self.texts += head.texts
+                self.texts_of_lines += head.texts_of_lines or 0
             if not head.fingerprint:
                 self.rejected += head.rejected
         self.first_image = np.array(images)
@@ -94,6 +93,11 @@ class Collection:
 
     def __len__(self) -> int:
         return len(self.starts)
+
+    @property
+    def only_txt(self) -> int:
+        """Number of images without a list of captions, whose only caption is their text."""
+        return self.texts - self.texts_of_lines if self.rule.lines else self.texts
 
     @property
     def captions_per_image(self) -> np.ndarray:
@@ -115,7 +119,7 @@ class Collection:
     def share_of_equal_captions(self) -> float:
         """Return the share of the pairs of two images that have an equal caption, [0, 1].
 
-        A pair with several equal captions counts so often. Of more than a million images, a million are compared.
+        It may be too large where pairs have several. Of more than a million images, a million are compared.
         """
         images = np.arange(len(self))
         if len(images) > IMAGES_COMPARED:
@@ -133,7 +137,7 @@ class Collection:
         is_first[1:] = (hashes[1:] != hashes[:-1]) | (owners[1:] != owners[:-1])
         _, images_of_caption = np.unique(hashes[is_first], return_counts=True)
         equal = (images_of_caption * (images_of_caption - 1)).sum()
-        return float(equal / (len(images) * (len(images) - 1)))
+        return min(1.0, float(equal / (len(images) * (len(images) - 1))))
 
     def describe_equal_captions(self, are_negatives: bool) -> str:
         """Return a part of a line for the log about images with equal captions; "" without any.
@@ -225,7 +229,7 @@ class Collection:
         first, end = self.first_caption[image : image + 2]
         if [*map(caption_hash, record.captions)] != self.caption_hashes[first:end].tolist():
             raise UserError("its captions are not those of the index; write the index or the shards again")
-        return record, with_picture(sample.members, self.rule)
+        return record, only_picture(sample.members, self.rule)
 
     @cached_property
     def records(self) -> list[Record]:
@@ -249,7 +253,7 @@ class Collection:
     @cached_property
     def image_ids(self) -> list[int | str]:
         """The ids of the I images; with the name of the shard, if images of several shards have one id."""
-        return self._different([record.image_id for record in self.records], self.first_image)
+        return self._made_unique([record.image_id for record in self.records], self.first_image)
 
     @cached_property
     def captions(self) -> list[str]:
@@ -260,9 +264,9 @@ class Collection:
     def caption_ids(self) -> list[int | str]:
         """The ids of the C captions; with the name of the shard, if captions of several shards have one id."""
         ids = [caption_id for record in self.records for caption_id in record.caption_ids]
-        return self._different(ids, self.first_caption[self.first_image])
+        return self._made_unique(ids, self.first_caption[self.first_image])
 
-    def _different(self, ids: list[int | str], first_of_shards: np.ndarray) -> list[int | str]:
+    def _made_unique(self, ids: list[int | str], first_of_shards: np.ndarray) -> list[int | str]:
         """Return ids that tell all items apart, also in shards of several data sets that count from 0 each."""
         if len(set(ids)) == len(ids):
             return ids
@@ -287,7 +291,10 @@ class Collection:
         return list(dict.fromkeys(splits))
 
     def with_captions(self, kept: "Tensor") -> "Collection":
-        """Return the names of the same images with some of the captions, given by their indices."""
+        """Return the names of the same images with some of the captions, given by their indices.
+
+        Only ``captions``, ``caption_ids`` and ``image_of_caption`` are theirs; arrays, records and counts stay.
+        """
         collection = object.__new__(type(self))  # `copy` would move the arrays to shared memory
         vars(collection).update(vars(self))
         indices = kept.tolist()

@@ -56,7 +56,7 @@ def join_rows(rows: KeyedRows, dataset: str, source: str, has_plain_ids: bool = 
         source: precedes the place of a row in messages.
         has_plain_ids: nobody said whose the ids are: where rows of one image differ in them, they are ids of captions.
     """
-    rows_of_image, have_integers = _by_image(rows, source)
+    rows_of_image, have_ids, have_integers = _by_image(rows, source)
     are_of_captions = has_plain_ids and any(map(_differ_in_ids, rows_of_image.values()))
     used_ids = _UsedIds()
     captions = 0
@@ -75,7 +75,7 @@ def join_rows(rows: KeyedRows, dataset: str, source: str, has_plain_ids: bool = 
             try:
                 _check_that_they_agree(usable)
                 image = _joined(usable, number, first_caption, dataset)
-                used_ids.add(image, first.image_id is not None, first.caption_ids is not None)
+                used_ids.add(image, have_ids and not are_of_captions, first.caption_ids is not None)
             except _RowError as error:
                 yield _rejected(error.row, str(error), source)
             except ValueError as error:
@@ -92,23 +92,25 @@ class _RowError(UserError):
         self.row = row
 
 
-def _by_image(rows: KeyedRows, source: str) -> tuple[dict[str, list[bytes]], bool]:
-    """Return the rows of each image, encoded, and whether all image ids are integers."""
+def _by_image(rows: KeyedRows, source: str) -> tuple[dict[str, list[bytes]], bool, bool]:
+    """Return the rows of each image, encoded; whether any has an image id, and whether all ids are integers."""
     rows_of_image: dict[str, list[bytes]] = {}
-    have_integers = True
+    have_ids, have_integers = False, True
     for key, row in rows:
         if isinstance(row.split, str):
             row.split = SPLITS.get(row.split, row.split)
         row.problem = row.problem or _problem(row)
-        if row.problem is None and row.image_id is not None and have_integers:
-            have_integers = type(row.image_id) is int or INTEGER.fullmatch(str(row.image_id)) is not None
+        if row.problem is None and row.image_id is not None:
+            have_ids = True
+            if have_integers and type(row.image_id) is not int:
+                have_integers = INTEGER.fullmatch(str(row.image_id)) is not None
         try:
             rows_of_image.setdefault(key, []).append(_encode(row))
         except UnicodeEncodeError as error:
             raise UserError(f"{source}{row.place} is not text in UTF-8: save the file as UTF-8") from error
         except OverflowError as error:
             raise UserError(f"{source}{row.place}: {error}") from error
-    return rows_of_image, have_integers
+    return rows_of_image, have_ids, have_integers
 
 
 def _set_ids(row: Row, have_integers: bool, are_of_captions: bool) -> None:

@@ -61,16 +61,15 @@ def read_hugging_face(
 ) -> tuple[Images, HubFiles]:
     """Read an image-caption data set with the library ``datasets``, which downloads and caches it.
 
-    Rows of one split with the same id and the same picture are one image, where the first row is: with one path of a
-    file, or with equal bytes. Caption ids are running numbers.
+    Rows of one split with the same picture are one image, where the first row is: with one path of a file, or with
+    equal bytes. With a column of image ids, these have to be the same, too. Caption ids are running numbers.
 
     Args:
         name: name on the hub, such as ``"jxie/coco_captions"``; or a Parquet file; or a local folder of Parquet files,
             of images with ``metadata.csv``, of WebDataset tars, of ``save_to_disk``, or of whatever else the library
             knows.
         columns: which column holds what. By default images are in the column of that type, and ids of images in the
-            first present of :data:`ID_COLUMNS`; without any, each row is an image. Without a split column the splits
-            are those of the data set.
+            first present of :data:`ID_COLUMNS`, if any. Without a split column the splits are those of the data set.
         config, revision: configuration (subset), and branch, tag or commit on the hub.
         data_files: pattern of the files by split, ``{"test": "data/test-*"}``; by default all are downloaded.
         dataset_name: by default the last part of ``name``.
@@ -80,7 +79,7 @@ def read_hugging_face(
     """
     datasets = require("datasets", extra="hub")
     columns = columns or Columns()
-    has_id = columns.id is not None
+    names_ids = columns.id is not None
     with user_errors(f"cannot load {name}", Exception):
         splits = _load(name, config, revision, data_files)
         columns = _find_columns(columns, next(iter(splits.values())).features)
@@ -88,7 +87,7 @@ def read_hugging_face(
     dataset_name = dataset_name or label_of(Path(name).resolve().name.removesuffix(".parquet"))
     caches = datasets.config.HF_DATASETS_CACHE, require("huggingface_hub.constants", extra="hub").HF_HUB_CACHE
     files = HubFiles(splits.select_columns([columns.image]), [name] if Path(name).is_dir() else caches)
-    has_plain_ids = columns.id == PLAIN_ID and not has_id
+    has_plain_ids = columns.id == PLAIN_ID and not names_ids
     return join_rows(_rows(splits, columns, has_plain_ids), dataset_name, f"{name}: ", has_plain_ids), files
 
 
@@ -145,11 +144,11 @@ def _is_pattern(name: str) -> bool:
 
 def _have_lines(splits: Mapping[str, Any]) -> bool:
     """Return whether each text of WebDataset tars has several lines, which are captions then."""
-    counts = Counter[bool]()
+    texts: Counter[int] = Counter()  # by number of lines
     for dataset in splits.values():
         for batch in dataset.select_columns(["txt"]).iter(ROWS_TOGETHER):
-            counts.update(len(lines_of(text or "")) > 1 for text in batch["txt"])
-    return have_lines(counts[True], counts[False])
+            texts.update(len(lines_of(text or "")) for text in batch["txt"])
+    return have_lines(texts.total() - texts[0] - texts[1], texts[1])
 
 
 def _rows(splits: Mapping[str, Any], columns: Columns, has_plain_ids: bool) -> KeyedRows:

@@ -3,15 +3,16 @@
 Beside ``coco-train-000000.tar``, ``__index__/coco-train-000000.tar.jsonl`` has a line of facts and arrays
 (:class:`IndexHead`), which is all that training reads, and then a line for each image (:class:`Record`). A shard of
 :func:`~vl_plugins.data.writer.write_shards` that has its name is complete and has an index. Shards of other programs
-have none, unless ``vl-plugins shards index`` wrote one: they are scanned, headers first.
+have none, unless ``vl-plugins shards index`` or a training wrote one: they are scanned, headers first.
 """
 
 import contextlib
 import hashlib
 import os
 import posixpath
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import fsspec
 import msgspec
@@ -25,6 +26,7 @@ from vl_plugins.data.files import (
     file_errors,
     join,
     locate,
+    lock,
     sha256,
     state,
     with_retries,
@@ -33,8 +35,6 @@ from vl_plugins.data.files import (
 from vl_plugins.data.records import DEFAULT_RULE, CaptionRule, Record, lines_without_list, parse_record
 from vl_plugins.data.samples import scan
 from vl_plugins.errors import UserError, user_errors
-
-Found = TypeVar("Found")
 
 INDEX_FOLDER = "__index__"  # `datasets` passes over such folders
 RENEW = "write the shards again, or their indexes with `vl-plugins shards index`"
@@ -52,10 +52,11 @@ class IndexHead(msgspec.Struct, kw_only=True, omit_defaults=True):
         size, sha256: of the archive, in bytes and as hexadecimal digits.
         fingerprint: of the images that the shard was made of; empty if another program wrote it.
         rejected: images that were left out.
-        starts, sizes, captions: as the arrays of a :class:`Collection`; ``counts`` of captions by image.
+        starts, sizes, caption_hashes: as the arrays of a
+            :class:`~vl_plugins.data.collection.Collection`; ``counts`` of captions by image.
         groups: (I,) int64, a hash of each image's data set and group, 0 without a group; empty if no image has one.
-        only_txt: number of images without a list of captions in their ``json``, whose only caption is their ``txt``.
-        text_lines: number of images without such a list whose ``txt`` has several lines; unknown in an index of 0.3.
+        texts: number of images without a list of captions in their ``json``, whose captions are in a text file.
+        texts_of_lines: number of those whose text has several lines; unknown in an index of 0.3.
         rule: by which the captions were found.
     """
 
@@ -66,24 +67,26 @@ class IndexHead(msgspec.Struct, kw_only=True, omit_defaults=True):
     starts: list[int]
     sizes: list[int]
     counts: list[int]
-    captions: bytes
+    caption_hashes: bytes = msgspec.field(name="captions")
     groups: bytes = b""
-    only_txt: int = 0
-    text_lines: int | None = None
+    texts: int = msgspec.field(name="only_txt", default=0)
+    texts_of_lines: int | None = msgspec.field(name="text_lines", default=None)
     rule: CaptionRule = DEFAULT_RULE
 
-    @property
-    def single_texts(self) -> int:
-        """Number of images whose captions are those of a ``txt`` with a single line."""
-        return self.only_txt - (0 if self.rule.lines else self.text_lines or 0)
-
-    def follows(self, rule: CaptionRule) -> bool:
-        """Return whether the captions are those of a rule; one that leaves ``lines`` open has to be known only."""
-        if not self.rule.agrees(rule):
+    def serves(self, rule: CaptionRule, on_error: str) -> bool:
+        """Return whether a scan by this rule would find the same; a rule that leaves ``lines`` open takes either."""
+        is_of_other_fields = (self.rule.texts, self.rule.fields, self.rule.first_field) != (
+            rule.texts,
+            rule.fields,
+            rule.first_field,
+        )
+        # What a training has left out is an error elsewhere.
+        was_kept = not self.sha256 and not self.fingerprint
+        if is_of_other_fields or (was_kept and self.rejected and on_error == "raise"):
             return False
-        if self.only_txt == 0 and not self.text_lines:  # all captions are in json
+        if self.texts == 0:
             return True
-        return self.text_lines is not None and rule.lines in (None, self.rule.lines)
+        return self.texts_of_lines is not None and rule.lines in (None, bool(self.rule.lines))
 
 
 HEAD_DECODER = msgspec.json.Decoder(IndexHead)  # made once, because threads read the indexes of many shards
@@ -97,26 +100,33 @@ def index_file(shard: str) -> str:
 
 def make_head(records: Sequence[Record], starts: list[int], sizes: list[int], **facts: Any) -> IndexHead:
     """Return the first line of the index of images at these places; ``facts`` are its other fields."""
-    captions = (caption_hash(caption) for record in records for caption in record.captions)
-    encode = msgspec.json.encode
-    hashes = (0 if each.group is None else hash64(encode([each.dataset, each.group])) or 1 for each in records)
-    groups = np.fromiter(hashes, HASHES)
+    caption_hashes = np.fromiter(
+        (caption_hash(caption) for record in records for caption in record.captions), dtype=HASHES
+    )
+    groups = np.fromiter(map(_group_hash, records), dtype=HASHES)
     return IndexHead(
         starts=starts,
         sizes=sizes,
         counts=[len(record.captions) for record in records],
-        captions=np.fromiter(captions, HASHES).tobytes(),
+        caption_hashes=caption_hashes.tobytes(),
         groups=groups.tobytes() if groups.any() else b"",
         **facts,
     )
 
 
+def _group_hash(record: Record) -> int:
+    """Return a hash of an image's data set and group, 0 without a group."""
+    if record.group is None:
+        return 0
+    return hash64(msgspec.json.encode([record.dataset, record.group])) or 1
+
+
 def write_index(shard: str, head: IndexHead, records: Sequence[Record]) -> None:
     """Write the index of a shard beside it."""
-    _write_index(index_file(shard), head, records)
+    _write(index_file(shard), head, records)
 
 
-def _write_index(file: str, head: IndexHead, records: Sequence[Record]) -> None:
+def _write(file: str, head: IndexHead, records: Sequence[Record]) -> None:
     with write_complete(file) as stream:
         stream.write(msgspec.json.encode(head) + b"\n")
         stream.write(msgspec.json.Encoder().encode_lines(records))
@@ -130,36 +140,60 @@ def read_head(shard: str, on_error: str = "raise", rule: CaptionRule = DEFAULT_R
     Raises:
         UserError, OSError: the shard or the index cannot be read; or the shard is not that which the index was made of.
     """
-    head = _read_index(shard, _read_index_head)
-    if head is None:
-        return scan_shard(shard, on_error, rule)[0]
-    if (size := _size(shard)) != head.size:
-        raise UserError(f"{shard} has {size:,} bytes, but its index says {head.size:,}; {RENEW}")
-    return head if head.follows(rule) else scan_shard(shard, on_error, rule)[0]
+    index = find_index(shard, on_error, rule)
+    return scan_shard(shard, on_error, rule)[0] if index is None else index[0]
 
 
 def read_records(shard: str, on_error: str = "raise", rule: CaptionRule = DEFAULT_RULE) -> list[Record]:
     """Return the names and captions in a shard; arguments and errors are those of :func:`read_head`."""
-    head, records = _read_index(shard, _read_index_records) or (None, [])
-    if head is None or not head.follows(rule):
-        return scan_shard(shard, on_error, rule)[1]
-    return records
+    index = find_index(shard, on_error, rule, with_records=True)
+    return scan_shard(shard, on_error, rule)[1] if index is None else index[1]
 
 
-def _read_index(shard: str, read: Callable[[str], Found]) -> Found | None:
-    """Return what a function reads from the index beside a shard or in the cache; None if there is none."""
-    try:
-        return with_retries(lambda: read(index_file(shard)))
-    except NO_INDEX as error:
-        check_answer(index_file(shard), error)
-    with contextlib.suppress(*NO_INDEX):
-        return read(cached_index_file(shard))
+def find_index(
+    shard: str, on_error: str = "raise", rule: CaptionRule | None = None, with_records: bool = False
+) -> tuple[IndexHead, list[Record]] | None:
+    """Return the index beside a shard, or that in the cache; None if there is none by the rule.
+
+    Args:
+        shard, on_error: as for :func:`scan_shard`.
+        rule: None takes an index by any rule.
+        with_records: read the names and captions, too; otherwise their list is empty.
+
+    Raises:
+        UserError, OSError: as for :func:`read_head`.
+    """
+    for file in _places(shard, rule or DEFAULT_RULE):
+        try:
+            head, records = with_retries(partial(_read, file, with_records))
+        except NO_INDEX as error:
+            check_answer(file, error)
+            continue
+        if (size := _size(shard)) != head.size:
+            raise UserError(f"{shard} has {size:,} bytes, but its index says {head.size:,}; {RENEW}")
+        if rule is None or head.serves(rule, on_error):
+            return head, records
     return None
 
 
-def cached_index_file(shard: str) -> str:
+def _places(shard: str, rule: CaptionRule) -> Iterator[str]:
+    yield index_file(shard)
+    yield cached_index_file(shard, rule)  # which asks for the state of the shard
+
+
+def _read(file: str, with_records: bool) -> tuple[IndexHead, list[Record]]:
+    files, path = locate(file)
+    with user_errors(f"{path} is damaged: {RENEW}"), files.open(path, block_size=BLOCK_BYTES) as stream:
+        head = HEAD_DECODER.decode(stream.readline())
+        if not with_records:
+            return head, []
+        return head, msgspec.json.Decoder(Record).decode_lines(stream.read())
+
+
+def cached_index_file(shard: str, rule: CaptionRule = DEFAULT_RULE) -> str:
     """Return the location of a shard's index in the user's cache; that of a shard which has changed is another."""
-    name = hashlib.sha256(f"{shard} {state(shard)}".encode()).hexdigest()
+    facts = [shard, state(shard), rule.texts, rule.fields, rule.first_field, bool(rule.lines)]
+    name = hashlib.sha256(msgspec.json.encode(facts)).hexdigest()
     return join(cache_folder(), f"{name}.jsonl")
 
 
@@ -167,24 +201,6 @@ def cache_folder() -> str:
     """Return the user's folder of indexes that cannot be beside their shards; VL_PLUGINS_CACHE chooses another one."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return join(os.environ.get("VL_PLUGINS_CACHE") or join(cache, "vl_plugins"), "indexes")
-
-
-def _read_index_head(file: str) -> IndexHead:
-    with _open_index(file) as stream:
-        return HEAD_DECODER.decode(stream.readline())
-
-
-def _read_index_records(file: str) -> tuple[IndexHead, list[Record]]:
-    with _open_index(file) as stream:
-        head = HEAD_DECODER.decode(stream.readline())
-        return head, msgspec.json.Decoder(Record).decode_lines(stream.read())
-
-
-@contextlib.contextmanager
-def _open_index(file: str) -> Iterator[BinaryIO]:
-    files, path = locate(file)
-    with user_errors(f"{path} is damaged: {RENEW}"), files.open(path, block_size=BLOCK_BYTES) as stream:
-        yield stream
 
 
 def scan_shard(shard: str, on_error: str = "raise", rule: CaptionRule = DEFAULT_RULE) -> tuple[IndexHead, list[Record]]:
@@ -196,7 +212,8 @@ def scan_shard(shard: str, on_error: str = "raise", rule: CaptionRule = DEFAULT_
         rule: where the captions of a sample are.
     """
     records, starts, sizes, rejected = [], [], [], []
-    only_txt = text_lines = 0
+    texts = texts_of_lines = 0
+    has_lines = bool(rule.lines)
     # A damaged header can ask for any amount of memory.
     damage = user_errors(f"cannot read {shard}, it is damaged or compressed", MemoryError)
     with damage, fsspec.open(shard, "rb") as stream:
@@ -209,46 +226,57 @@ def scan_shard(shard: str, on_error: str = "raise", rule: CaptionRule = DEFAULT_
                 rejected.append(RejectedImage(f"{shard}: {sample.key}", "", str(error)))
                 continue
             lines = lines_without_list(sample.members, rule)
-            text_lines += lines > 1
-            only_txt += lines == 1 or (lines > 1 and not rule.lines)
+            texts += lines > 0
+            texts_of_lines += lines > 1
             starts.append(sample.start)
             sizes.append(sample.end - sample.start)
-    facts: dict[str, Any] = {"rejected": rejected, "only_txt": only_txt}
-    has_texts = only_txt > 0 or text_lines > 0
-    rule = msgspec.structs.replace(rule, lines=bool(rule.lines) if has_texts else None, pictures=())
-    if has_texts:
-        facts["text_lines"] = text_lines
+    facts: dict[str, Any] = {"rejected": rejected}
+    rule = msgspec.structs.replace(rule, lines=None, pictures=())
+    if texts > 0:
+        facts |= {"texts": texts, "texts_of_lines": texts_of_lines}
+        rule = msgspec.structs.replace(rule, lines=has_lines)
     if rule != DEFAULT_RULE:
         facts["rule"] = rule
     return make_head(records, starts, sizes, size=_size(shard), **facts), records
 
 
-def has_index(shard: str) -> bool:
-    """Return whether a shard has an index, beside it or in the cache."""
-    return exists(index_file(shard)) or exists(cached_index_file(shard))
+def read_or_keep(shard: str, on_error: str = "raise", rule: CaptionRule = DEFAULT_RULE) -> tuple[IndexHead, str | None]:
+    """Return the first line of a shard's index; if there is none, scan the shard and keep its index.
 
-
-def keep_index(shard: str, on_error: str = "raise", rule: CaptionRule = DEFAULT_RULE) -> tuple[IndexHead, str]:
-    """Scan a shard, and write its index beside it, or into the cache where that cannot be.
+    It is kept beside the shard, or in the user's cache where that cannot be. Of several processes, one scans the shard
+    and the others wait.
 
     Returns:
-        The first line of the index, and the folder that has it now.
+        The first line, and the folder that the index was written to, if it was.
     """
-    head, records = scan_shard(shard, on_error, rule)
-    files, _ = locate(shard)
-    file = index_file(shard)
-    if not isinstance(files, LocalFileSystem) or not _write_if_possible(file, head, records):
-        file = cached_index_file(shard)
-        _write_index(file, head, records)
-    return head, os.path.dirname(file)
+    index = find_index(shard, on_error, rule)
+    if index is not None:
+        return index[0], None
+    cached = cached_index_file(shard, rule)
+    with _lock_if_possible(f"{cached}.lock"):
+        index = find_index(shard, on_error, rule)
+        if index is not None:
+            return index[0], None
+        head, records = scan_shard(shard, on_error, rule)
+        files, _ = locate(shard)
+        places = [cached]
+        if isinstance(files, LocalFileSystem) and not exists(index_file(shard)):
+            places.insert(0, index_file(shard))
+        for file in places:
+            with contextlib.suppress(UserError):  # the folder cannot be written to
+                _write(file, head, records)
+                return head, os.path.dirname(file)
+    return head, None
 
 
-def _write_if_possible(file: str, head: IndexHead, records: Sequence[Record]) -> bool:
-    try:
-        _write_index(file, head, records)
-    except UserError:
-        return False
-    return True
+@contextlib.contextmanager
+def _lock_if_possible(file: str) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            stack.enter_context(lock(file, "an index", wait=True))
+        yield
+    with contextlib.suppress(OSError):
+        os.remove(file)  # a process that has just opened it scans once more
 
 
 class IndexedShard(NamedTuple):
@@ -270,19 +298,18 @@ def index_shard(shard: str, on_error: str = "raise", rule: CaptionRule = DEFAULT
     """
     head, records = scan_shard(shard, on_error, rule)
     head.sha256 = sha256(shard)
-    has_index = exists(index_file(shard))
-    if has_index and _is_index_right(shard, head, records):
+    is_there = exists(index_file(shard))
+    if is_there and _is_right(shard, head, records):
         return IndexedShard("unchanged", len(records), head.rejected)
     write_index(shard, head, records)
-    return IndexedShard("rewritten" if has_index else "new", len(records), head.rejected)
+    return IndexedShard("rewritten" if is_there else "new", len(records), head.rejected)
 
 
-def _is_index_right(shard: str, head: IndexHead, records: Sequence[Record]) -> bool:
+def _is_right(shard: str, head: IndexHead, records: Sequence[Record]) -> bool:
     """Compare the index beside a shard with that which was made of the shard."""
     try:
-        written = read_head(shard, rule=head.rule)
-        written_records = read_records(shard, rule=head.rule)
-    except (UserError, OSError):  # it is damaged, or of a shard of another size
+        written, written_records = _read(index_file(shard), with_records=True)
+    except (UserError, OSError):  # it is damaged
         return False
     if written.fingerprint:  # what only the writer knows
         written = msgspec.structs.replace(written, fingerprint="", rejected=head.rejected)

@@ -1,7 +1,7 @@
 """What is in shards: statistics, and whether it is what was written and can be decoded."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,10 +12,10 @@ from tqdm import tqdm
 from vl_plugins.data.collection import Collection
 from vl_plugins.data.engines import run_jobs
 from vl_plugins.data.files import sha256
-from vl_plugins.data.index import HASHES, read_head, read_records, scan_shard
+from vl_plugins.data.index import HASHES, IndexHead, find_index, read_head, scan_shard
 from vl_plugins.data.limits import MAX_IMAGE_PIXELS, check_max_image_pixels
-from vl_plugins.data.reading import settled
-from vl_plugins.data.records import CaptionRule
+from vl_plugins.data.reading import rules_of_splits
+from vl_plugins.data.records import CaptionRule, Record
 from vl_plugins.data.samples import check_input
 from vl_plugins.data.shard_names import split_of
 from vl_plugins.errors import UserError
@@ -42,23 +42,18 @@ def inspect_shards(shards: Sequence[str], caption_lines: str | CaptionRule = "au
     splits = defaultdict(list)
     for shard in shards:
         splits[split_of(shard)].append(shard)
-    statistics = {}
-    for name, of_split in splits.items():
-        statistics[name] = _describe(of_split, settled(of_split, caption_lines))
-    return statistics
+    rules = rules_of_splits(shards, caption_lines)
+    return {split: _describe(of_split, rules[of_split[0]]) for split, of_split in splits.items()}
 
 
 def _describe(shards: Sequence[str], rule: CaptionRule) -> dict[str, Any]:
     images: Counter[int] = Counter()  # by number of captions
-
-    def captions() -> Iterator[np.ndarray]:
-        for head in run_jobs(partial(read_head, rule=rule), shards):
-            images.update(head.counts)
-            owners = np.repeat(np.arange(len(head.counts)), head.counts)
-            hashes = np.stack([owners, np.frombuffer(head.captions, HASHES)])
-            yield np.unique(hashes, axis=1)[1]  # each caption of an image once
-
-    captions_of_shards = list(captions())
+    captions_of_shards = []
+    for head in run_jobs(partial(read_head, rule=rule), shards):
+        images.update(head.counts)
+        owners = np.repeat(np.arange(len(head.counts)), head.counts)
+        captions = np.stack([owners, np.frombuffer(head.caption_hashes, HASHES)])
+        captions_of_shards.append(np.unique(captions, axis=1)[1])  # each caption of an image once
     _, repeats = np.unique(np.concatenate(captions_of_shards), return_counts=True)
     repeated = repeats[repeats > 1]
     return {
@@ -97,9 +92,9 @@ def verify_shards(
     Raises:
         UserError: ``max_image_pixels`` is negative.
     """
-    rule = settled(shards, caption_lines)
+    rules = rules_of_splits(shards, caption_lines)
     check_max_image_pixels(max_image_pixels)
-    verify = partial(_verify_shard, rule=rule, max_image_pixels=max_image_pixels)
+    verify = partial(_verify_shard, rules=rules, max_image_pixels=max_image_pixels)
     results = run_jobs(verify, shards, workers, executor)
     samples, captions, problems = 0, 0, []
     bar = tqdm(results, "verify", len(shards), unit="shard", disable=None)
@@ -111,19 +106,19 @@ def verify_shards(
     return samples, captions, problems
 
 
-def _verify_shard(shard: str, rule: CaptionRule, max_image_pixels: int) -> tuple[int, int, list[str]]:
+def _verify_shard(shard: str, rules: Mapping[str, CaptionRule], max_image_pixels: int) -> tuple[int, int, list[str]]:
     """Return the numbers of samples and usable captions of a shard, and its problems."""
     problems, captions = [], 0
+    rule = rules[shard]
     try:
-        head = read_head(shard, rule=rule)
+        index = find_index(shard, with_records=True)
+        if index is not None:
+            rule = index[0].rule
         scanned, records = scan_shard(shard, rule=rule)
-        if head.sha256 and head.sha256 != sha256(shard):
-            problems.append("it is not what was written: its index has another SHA-256")
-        places = msgspec.structs.replace(head, sha256="", fingerprint="", rejected=[])
+        if index is not None:
+            problems += _compare(index, (scanned, records), shard)
         if not records:
             problems.append("it has no samples")
-        if not problems and (places, read_records(shard, rule=rule)) != (scanned, records):
-            problems.append("its index is that of other images")
     except (UserError, OSError) as error:
         return 0, 0, [str(error)]
     collection = Collection([shard], [scanned], rule=rule)
@@ -137,3 +132,12 @@ def _verify_shard(shard: str, rule: CaptionRule, max_image_pixels: int) -> tuple
             except (UserError, OSError) as error:
                 problems.append(f"{records[image].key}: {error}")
     return len(records), captions, problems
+
+
+def _compare(index: tuple[IndexHead, list[Record]], scan: tuple[IndexHead, list[Record]], shard: str) -> list[str]:
+    """Return what is wrong with the index of a shard."""
+    head, records = index
+    if head.sha256 and head.sha256 != sha256(shard):
+        return ["it is not what was written: its index has another SHA-256"]
+    head = msgspec.structs.replace(head, sha256="", fingerprint="", rejected=[])
+    return [] if (head, records) == scan else ["its index is that of other images"]

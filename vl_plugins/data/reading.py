@@ -1,11 +1,10 @@
 """Image-caption data by the name that people type: shards or a table, with all captions of an image."""
 
-import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from functools import partial
 
 import msgspec
@@ -14,15 +13,16 @@ from tqdm import tqdm
 from vl_plugins.data.caption_table import Columns
 from vl_plugins.data.captions import have_lines
 from vl_plugins.data.collection import Collection
-from vl_plugins.data.files import join, lock, names
-from vl_plugins.data.index import cache_folder, has_index, read_head
-from vl_plugins.data.index import keep_index as scan_and_keep
+from vl_plugins.data.files import names
+from vl_plugins.data.index import IndexHead, read_head, read_or_keep
 from vl_plugins.data.records import CaptionRule, as_rule
-from vl_plugins.data.shard_names import AT_A_TIME, expand_shards
+from vl_plugins.data.shard_names import AT_A_TIME, expand_shards, split_of
 from vl_plugins.data.table_collection import TableCollection, is_table
 from vl_plugins.errors import UserError, user_errors
 
 logger = logging.getLogger(__name__)
+
+BAR_AFTER = 3  # seconds
 
 
 def read_collection(
@@ -56,13 +56,12 @@ def read_collection(
     if is_table(shards):
         return TableCollection(os.fspath(shards), on_error, rule, columns, delimiter)  # type: ignore[arg-type]
     shards = expand_shards(shards)
-    if keep_index:
-        _keep_indexes(shards, on_error, rule)
-    collection = _read_shards(shards, on_error, rule)
+    collection = _read_shards(shards, on_error, rule, keep_index)
     if rule.lines is None:
-        rule = msgspec.structs.replace(rule, lines=have_lines(collection.text_lines, collection.single_texts))
-        if collection.lines_of_heads - {rule.lines}:
-            collection = _read_shards(shards, on_error, rule)
+        # The indexes take their lines for captions or not, and only together they tell what is right.
+        rule = _settled(rule, collection.texts, collection.texts_of_lines)
+        if collection.line_rules - {rule.lines}:
+            collection = _read_shards(shards, on_error, rule, keep_index)
         collection.rule = rule
         if rule.lines:
             logger.info(
@@ -82,52 +81,60 @@ def check_data(shards: str | os.PathLike) -> None:
         raise UserError(f"{os.fspath(shards)} does not exist")
 
 
-def _read_shards(shards: list[str], on_error: str, rule: CaptionRule) -> Collection:
-    read = partial(read_head, on_error=on_error, rule=rule)
+def _read_shards(shards: list[str], on_error: str, rule: CaptionRule, keep_index: bool) -> Collection:
+    read: Callable[[str], tuple[IndexHead, str | None]] = partial(read_or_keep, on_error=on_error, rule=rule)
+    if not keep_index:
+        read = partial(_read_head, on_error=on_error, rule=rule)
+    images_of_folder = Counter[str]()  # where an index has been written
+
+    def heads() -> Iterator[IndexHead]:
+        is_first_process = os.environ.get("LOCAL_RANK", "0") == "0"
+        results = pool.map(read, shards)
+        bar = tqdm(results, "indexes", len(shards), delay=BAR_AFTER, disable=None if is_first_process else True)
+        for head, folder in bar:
+            if folder is not None:
+                images_of_folder[folder] += len(head.counts)
+            yield head
+
     with user_errors(f"indexes of {shards[0]}, ..."), ThreadPoolExecutor(AT_A_TIME) as pool:
-        return Collection(shards, pool.map(read, shards), on_error, rule)
+        collection = Collection(shards, heads(), on_error, rule)
+    for folder, images in images_of_folder.items():
+        logger.info(f"shards without an index were scanned: {images:,} images; it is in {folder} now")
+    return collection
 
 
-def _keep_indexes(shards: Sequence[str], on_error: str, rule: CaptionRule) -> None:
-    """Write the indexes of shards that have none. Of the processes of a machine, one does it and the others wait."""
-    if all(map(has_index, shards)):
-        return
-    name = hashlib.sha256("\n".join(shards).encode()).hexdigest()
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(lock(join(cache_folder(), f".{name}.lock"), "indexes", wait=True))
-        except OSError as error:
-            logger.warning(f"shards without an index are scanned at each start: {error}")
-            return
-        unindexed = [shard for shard in shards if not has_index(shard)]
-        if not unindexed:
-            return
-        folders: dict[str, int] = {}
-        with user_errors(f"shards {unindexed[0]}, ..."), ThreadPoolExecutor(AT_A_TIME) as pool:
-            scans = pool.map(partial(scan_and_keep, on_error=on_error, rule=rule), unindexed)
-            for head, folder in tqdm(scans, "scan", len(unindexed), unit="shard", disable=None):
-                folders[folder] = folders.get(folder, 0) + len(head.counts)
-        for folder, images in folders.items():
-            logger.info(f"shards without an index were scanned: {images:,} images; it is in {folder} now")
+def _read_head(shard: str, on_error: str, rule: CaptionRule) -> tuple[IndexHead, None]:
+    return read_head(shard, on_error, rule), None
 
 
-def settled(shards: Sequence[str], caption_lines: str | CaptionRule = "auto") -> CaptionRule:
-    """Return the rule of :func:`read_collection` for shards, of which some may be damaged."""
+def _settled(rule: CaptionRule, texts: int, texts_of_lines: int) -> CaptionRule:
+    return msgspec.structs.replace(rule, lines=have_lines(texts_of_lines, texts - texts_of_lines))
+
+
+def rules_of_splits(shards: Sequence[str], caption_lines: str | CaptionRule = "auto") -> dict[str, CaptionRule]:
+    """Return for each of some shards the rule by which :func:`read_collection` reads its split.
+
+    Some of the shards may be damaged.
+    """
     rule = as_rule(caption_lines)
     if rule.lines is not None:
-        return rule
-    text_lines = single_texts = 0
+        return dict.fromkeys(shards, rule)
+    texts, texts_of_lines = Counter[str](), Counter[str]()
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        for lines, singles in pool.map(partial(_count_texts, rule=rule), shards):
-            text_lines += lines
-            single_texts += singles
-    return msgspec.structs.replace(rule, lines=have_lines(text_lines, single_texts))
+        for shard, counts in zip(shards, pool.map(partial(_count_texts, rule=rule), shards), strict=True):
+            texts[split_of(shard)] += counts[0]
+            texts_of_lines[split_of(shard)] += counts[1]
+    rules = {}
+    for shard in shards:
+        split = split_of(shard)
+        rules[shard] = _settled(rule, texts[split], texts_of_lines[split])
+    return rules
 
 
 def _count_texts(shard: str, rule: CaptionRule) -> tuple[int, int]:
-    """Return the number of texts with several lines, and with one; none of a shard that cannot be read."""
+    """Return the number of texts, and of those with several lines; none of a shard that cannot be read."""
     try:
         head = read_head(shard, "skip", rule)
     except (UserError, OSError):
         return 0, 0
-    return head.text_lines or 0, head.single_texts
+    return head.texts, head.texts_of_lines or 0

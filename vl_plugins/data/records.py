@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from vl_plugins.data.captions import is_blank
+from vl_plugins.data.captions import CaptionedImage, is_blank
 from vl_plugins.errors import UserError, one_of, user_errors
 
 LINES = {"yes": True, "no": False, "auto": None}
@@ -32,6 +32,11 @@ class Record(msgspec.Struct, omit_defaults=True, gc=False):  # without cycles; t
     group: int | str | None = None
 
 
+def record_of(key: str, image: CaptionedImage) -> Record:
+    """Return the names and captions of an image that has this key."""
+    return Record(key, image.captions, image.image_id, image.caption_ids, image.dataset, image.split, image.group)
+
+
 class CaptionRule(msgspec.Struct, frozen=True, omit_defaults=True):
     """Where the captions of a sample are, if its ``json`` has no list ``captions`` as our shards have.
 
@@ -48,10 +53,6 @@ class CaptionRule(msgspec.Struct, frozen=True, omit_defaults=True):
     fields: tuple[str, ...] = ()
     first_field: bool = False
     pictures: tuple[str, ...] = ()
-
-    def agrees(self, other: "CaptionRule") -> bool:
-        """Return whether two rules differ in ``lines`` and ``pictures`` only."""
-        return (self.texts, self.fields, self.first_field) == (other.texts, other.fields, other.first_field)
 
 
 DEFAULT_RULE = CaptionRule()
@@ -84,7 +85,7 @@ def parse_record(key: str, members: Mapping[str, bytes], rule: CaptionRule = DEF
         if not captions or all(map(is_blank, captions)):
             raise UserError(_missing(members, rule))
         image_id, ids = metadata.get("image_id", key), metadata.get("caption_ids")
-        if not isinstance(ids, list) or len(ids) != len(captions):
+        if rule.fields or not isinstance(ids, list) or len(ids) != len(captions):
             ids = [f"{image_id}#{number}" for number in range(len(captions))]
         fields = {"key": key, "captions": captions, "image_id": image_id, "caption_ids": ids}
         for name in ("dataset", "split", "group"):
@@ -94,8 +95,8 @@ def parse_record(key: str, members: Mapping[str, bytes], rule: CaptionRule = DEF
     return record
 
 
-def with_picture(members: dict[str, bytes], rule: CaptionRule) -> dict[str, bytes]:
-    """Return the files of a sample in which the picture of a rule is the only one."""
+def only_picture(members: dict[str, bytes], rule: CaptionRule) -> dict[str, bytes]:
+    """Return only the picture of a sample that a rule names, as ``jpg`` whatever its format; all files without one."""
     for extension in rule.pictures:
         if extension in members:
             return {"jpg": members[extension]}
@@ -103,15 +104,19 @@ def with_picture(members: dict[str, bytes], rule: CaptionRule) -> dict[str, byte
 
 
 def _read_captions(members: Mapping[str, bytes], rule: CaptionRule) -> tuple[dict[str, Any], list[str]]:
-    """Return the metadata of a sample that count, and its captions. Those of other programs may mean anything."""
+    """Return the names of a sample, and its captions.
+
+    Only a ``json`` with a list of captions has names: that of another program may mean anything by them.
+    """
     metadata = json.loads(members.get("json", b"{}").decode("utf-8-sig"))
     listed = _texts_in(metadata.get("captions")) if isinstance(metadata, dict) else []
+    names = metadata if listed else {}
     if rule.fields:
-        return metadata if listed else {}, _texts_of_fields(metadata, rule)
+        return names, _texts_of_fields(metadata, rule)
     if listed:
-        return metadata, listed
+        return names, listed
     text = _text_of(members, rule)
-    return {}, lines_of(text) if rule.lines else [text]
+    return names, lines_of(text) if rule.lines else [text]
 
 
 def _texts_of_fields(metadata: Any, rule: CaptionRule) -> list[str]:

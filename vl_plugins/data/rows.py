@@ -5,10 +5,11 @@ import csv
 import io
 import itertools
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import fsspec
 import msgspec
@@ -18,9 +19,17 @@ from vl_plugins.data.files import read_bytes
 from vl_plugins.data.records import lines_of
 from vl_plugins.errors import UserError, require, user_errors
 
-# First the names of all columns as a mapping, and then each row: where it is, and its values by column.
-# What is wrong with a row is under None.
-Rows = Iterator[tuple[str, dict[Any, Any]]]
+
+class TableRow(NamedTuple):
+    """A row of a table: where it is, its values by column, and what is wrong with it, if anything is."""
+
+    place: str
+    values: dict[str, Any]
+    problem: str | None = None
+
+
+# A reader yields the names of all columns, and then the rows.
+NamesAndRows = Generator[Any, None, None]
 
 DELIMITERS = ("\t", ",", "| ", ";")
 TOKEN = re.compile(r"([^\t]+)#\d+\t(.*)")  # Flickr30K's "1000092795.jpg#0<tab>Two young guys ..."
@@ -29,8 +38,10 @@ UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 NO_LIST = "it is no list of rows: `vl-plugins shards coco` reads Karpathy's splits, and `coco-captions` COCO's files"
 
 
-def read_rows(file: str | Path, delimiter: str | None = None, caption_lines: str = "auto") -> Rows:
-    """Yield the names of a table's columns, and then its rows.
+def read_rows(
+    file: str | Path, delimiter: str | None = None, has_lines: bool | None = None
+) -> tuple[list[str], Iterator[TableRow]]:
+    """Return the names of a table's columns, and its rows, which are read as they are taken.
 
     - Text, such as ``.csv`` and ``.tsv``: a row of column names, and fields quoted as spreadsheets do. A line whose
       quotes mean nothing to a spreadsheet is split as it stands. With the delimiter ``"| "``, as in Kaggle's
@@ -43,24 +54,27 @@ def read_rows(file: str | Path, delimiter: str | None = None, caption_lines: str
     Args:
         file: path; of text also a URL.
         delimiter: of text; by default the first of tab, comma, ``"| "`` and semicolon that the first line has.
-        caption_lines: of a folder, whether each line of a ``.txt`` is a caption: ``"yes"``, ``"no"`` or ``"auto"``.
+        has_lines: of a folder, whether each line of a ``.txt`` is a caption; None: if each text has several.
 
     Raises:
         UserError: the file is none of these.
     """
     suffix = Path(file).suffix.lower()
     if Path(file).is_dir():
-        return _read_pictures(Path(file), caption_lines)
-    if suffix == ".jsonl":
-        return _read_json_lines(file)
-    if suffix == ".json":
-        return _read_json_list(file)
-    if suffix == ".parquet":
-        return _read_parquet(file)
-    return _read_text(file, delimiter)
+        table = _read_pictures(Path(file), has_lines)
+    elif suffix == ".jsonl":
+        table = _read_json_lines(file)
+    elif suffix == ".json":
+        table = _read_json_list(file)
+    elif suffix == ".parquet":
+        table = _read_parquet(file)
+    else:
+        table = _read_text(file, delimiter)
+    names = list(next(table))
+    return names, table
 
 
-def _read_text(file: str | Path, delimiter: str | None) -> Rows:
+def _read_text(file: str | Path, delimiter: str | None) -> NamesAndRows:
     with _open_text(file) as stream:
         lines = enumerate(stream, 1)
         number, header = next(((number, line) for number, line in lines if line.strip()), (0, ""))
@@ -90,17 +104,17 @@ def _delimiter_of(header: str) -> str:
     return next((delimiter for delimiter in DELIMITERS if delimiter in header), ",")
 
 
-def _read_tokens(lines: Iterator[tuple[int, str]]) -> Rows:
-    yield "", dict.fromkeys(["image", "caption"])
+def _read_tokens(lines: Iterator[tuple[int, str]]) -> NamesAndRows:
+    yield ["image", "caption"]
     for number, line in lines:
         fields = TOKEN.match(line.rstrip("\r\n"))
         if fields is not None:
-            yield f"line {number}", {"image": fields[1], "caption": fields[2]}
+            yield TableRow(f"line {number}", {"image": fields[1], "caption": fields[2]})
         elif line.strip():
-            yield f"line {number}", {None: "expected an image, '#', a number, a tab and a caption"}
+            yield TableRow(f"line {number}", {}, "expected an image, '#', a number, a tab and a caption")
 
 
-def _read_csv(file: str | Path, first: int, lines: Iterator[str], delimiter: str) -> Rows:
+def _read_csv(file: str | Path, first: int, lines: Iterator[str], delimiter: str) -> NamesAndRows:
     """Yield the rows of delimited text, whose line of names has the number ``first``."""
     options: dict[str, Any] = {"delimiter": delimiter, "strict": True}
     if delimiter[1:] == " ":
@@ -110,7 +124,7 @@ def _read_csv(file: str | Path, first: int, lines: Iterator[str], delimiter: str
     names = next(reader)
     if len({*names}) < len(names):
         raise UserError(f"{file}: two columns have the same name: {', '.join(map(repr, names))}")
-    yield "", dict.fromkeys(names)
+    yield names
     while True:
         line = reader.line_num + first
         try:
@@ -122,13 +136,13 @@ def _read_csv(file: str | Path, first: int, lines: Iterator[str], delimiter: str
             last = reader.line_num + first - 1
             if last > line or len(fields) != len(names):
                 place = f"line {line}" if last == line else f"lines {line} to {last}"
-                yield place, {None: f"{error}; is a quote missing, or one too many?"}
+                yield TableRow(place, {}, f"{error}; is a quote missing, or one too many?")
                 continue
-        values: dict[Any, Any] = dict(zip(names, fields, strict=False))
-        if fields and len(fields) != len(names):
-            values[None] = f"{len(fields)} fields, but {len(names)} column names"
         if fields:
-            yield f"line {line}", values
+            problem = None
+            if len(fields) != len(names):
+                problem = f"{len(fields)} fields, but {len(names)} column names"
+            yield TableRow(f"line {line}", dict(zip(names, fields, strict=False)), problem)
 
 
 def _remembered(lines: Iterator[str], latest: list[str]) -> Iterator[str]:
@@ -137,63 +151,65 @@ def _remembered(lines: Iterator[str], latest: list[str]) -> Iterator[str]:
         yield line
 
 
-def _read_json_lines(file: str | Path) -> Rows:
+def _read_json_lines(file: str | Path) -> NamesAndRows:
     decode = msgspec.json.Decoder(dict[str, Any]).decode
 
-    def objects() -> Rows:
+    def objects() -> Iterator[TableRow]:
         with fsspec.open(str(file), "rb") as stream:
             for line, text in enumerate(stream, 1):
                 if text.strip():
                     try:
-                        yield f"line {line}", decode(text.removeprefix(codecs.BOM_UTF8))
+                        yield TableRow(f"line {line}", decode(text.removeprefix(codecs.BOM_UTF8)))
                     except ValueError as error:
                         raise UserError(f"{file}: line {line}: it is not a JSON object: {error}") from error
 
-    names: dict[Any, Any] = {}
-    for _, row in objects():
-        names |= dict.fromkeys(row)
-    yield "", names
+    names: dict[str, None] = {}
+    for row in objects():
+        names |= dict.fromkeys(row.values)
+    yield names
     yield from objects()
 
 
-def _read_json_list(file: str | Path) -> Rows:
+def _read_json_list(file: str | Path) -> NamesAndRows:
     content = read_bytes(file).removeprefix(codecs.BOM_UTF8)
     if content.lstrip()[:1] == b"{":
         raise UserError(NO_LIST)
     with user_errors(str(file)):
         rows = msgspec.json.decode(content, type=list[dict[str, Any]])
-    names: dict[Any, Any] = {}
-    for row in rows:
-        names |= dict.fromkeys(row)
-    yield "", names
-    for number, row in enumerate(rows):
-        yield f"row {number}", row
+    names: dict[str, None] = {}
+    for values in rows:
+        names |= dict.fromkeys(values)
+    yield names
+    for number, values in enumerate(rows):
+        yield TableRow(f"row {number}", values)
 
 
-def _read_parquet(file: str | Path) -> Rows:
+def _read_parquet(file: str | Path) -> NamesAndRows:
     parquet = require("pyarrow.parquet", extra="hub")
     with user_errors(str(file), Exception), parquet.ParquetFile(file) as table:
-        yield "", dict.fromkeys(table.schema_arrow.names)
+        yield table.schema_arrow.names
         number = 0
         for batch in table.iter_batches():
-            for row in batch.to_pylist():
-                yield f"row {number}", row
+            for values in batch.to_pylist():
+                yield TableRow(f"row {number}", values)
                 number += 1
 
 
-def _read_pictures(folder: Path, caption_lines: str) -> Rows:
+def _read_pictures(folder: Path, has_lines: bool | None) -> NamesAndRows:
     pictures = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in PICTURES]
     texts = {path: path.with_suffix(".txt") for path in pictures}
     captions = {path: text.read_text("utf-8-sig") for path, text in texts.items() if text.is_file()}
     if not captions:
         raise UserError("there is no picture with a .txt of the same name")
     lines = {path: lines_of(text) for path, text in captions.items()}
-    several = sum(len(texts) > 1 for texts in lines.values())
-    has_lines = caption_lines == "yes" or (caption_lines == "auto" and have_lines(several, len(lines) - several))
-    yield "", dict.fromkeys(["image", "caption"])
+    if has_lines is None:
+        texts_by_lines = Counter(map(len, lines.values()))
+        single = texts_by_lines[1]
+        has_lines = have_lines(texts_by_lines.total() - texts_by_lines[0] - single, single)
+    yield ["image", "caption"]
     for path in pictures:
         name = path.relative_to(folder).as_posix()
         if path not in captions:
-            yield name, {"image": name, None: f"there is no {texts[path].name}"}
+            yield TableRow(name, {"image": name}, f"there is no {texts[path].name}")
         else:
-            yield name, {"image": name, "caption": lines[path] if has_lines else captions[path]}
+            yield TableRow(name, {"image": name, "caption": lines[path] if has_lines else captions[path]})

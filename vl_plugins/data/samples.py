@@ -67,8 +67,8 @@ def scan(stream: BinaryIO, extensions: Collection[str] = ()) -> Iterator[Sample]
             sample.end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
         # tarfile takes a cut between two members, garbage, or the first of two joined archives for the end.
         stream.seek(archive.offset)
-        rest = stream.read(tarfile.RECORDSIZE)
-        if len(rest) < tarfile.BLOCKSIZE or any(rest):
+        end = stream.read(tarfile.RECORDSIZE + 2 * tarfile.BLOCKSIZE)  # a block more than the zeros of an archive
+        if len(end) < tarfile.BLOCKSIZE or any(end):
             raise ValueError("it is cut off, or something follows its end; write the shard again")
     if sample is not None:
         yield sample

@@ -72,9 +72,8 @@ def _pattern_of(shard: str) -> str:
     split = split_of(shard)
     if not name.startswith(split):  # img2dataset's are numbers
         return join(folder, "[0-9]*.tar")
-    separator = name[len(split)]
-    if separator not in "-_.":
-        separator = ""
+    number = name[len(split) :].removesuffix(".tar")
+    separator = number[0] if number[:1] in ("-", "_", ".") else ""
     return join(folder, f"{split}{separator}*.tar")
 
 
@@ -124,5 +123,6 @@ def _shards_of(place: str) -> list[str]:
 def _identity(shard: str) -> Any:
     """Return what is equal for two names of one shard: links to a local file have its device and inode."""
     if os.path.isfile(shard):
-        return os.stat(shard)[1:3]
+        status = os.stat(shard)
+        return status.st_dev, status.st_ino
     return shard

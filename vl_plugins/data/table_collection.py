@@ -18,7 +18,7 @@ from vl_plugins.data.files import names
 from vl_plugins.data.grouping import Images
 from vl_plugins.data.hub import has_pictures, is_data_set, read_hugging_face
 from vl_plugins.data.index import IndexHead, make_head
-from vl_plugins.data.records import DEFAULT_RULE, LINES, CaptionRule, Record
+from vl_plugins.data.records import DEFAULT_RULE, CaptionRule, Record, record_of
 from vl_plugins.data.writer import FileFolder
 from vl_plugins.errors import UserError
 
@@ -50,7 +50,7 @@ def is_picture_folder(data: str) -> bool:
 
 
 def read_local(
-    data: str, columns: Columns | None = None, delimiter: str | None = None, caption_lines: str = "auto"
+    data: str, columns: Columns | None = None, delimiter: str | None = None, has_lines: bool | None = None
 ) -> tuple[Images, Any]:
     """Return the images of a table or a folder, and what their files are read from.
 
@@ -60,7 +60,7 @@ def read_local(
             or of a folder that :func:`~vl_plugins.data.hub.read_hugging_face` takes.
         columns: which column holds what; by default they are found by their names.
         delimiter: of text; by default it is found.
-        caption_lines: of a folder of pictures with ``.txt``, whether each line is a caption.
+        has_lines: of a folder of pictures with ``.txt``, whether each line is a caption; None: if each has several.
 
     Raises:
         UserError: the data cannot be read.
@@ -68,7 +68,7 @@ def read_local(
     if is_data_set(data) or (data.endswith(".parquet") and has_pictures(data, columns)):
         return read_hugging_face(data, columns)
     if is_picture_folder(data):
-        return read_table(data, columns, caption_lines=caption_lines), FileFolder(data)
+        return read_table(data, columns, has_lines=has_lines), FileFolder(data)
     if os.path.isdir(data):
         raise UserError(f"{data}: it cannot be read; what can be: {READABLE}")
     root = Path.cwd().anchor
@@ -98,9 +98,9 @@ class TableCollection(Collection):
         columns: Columns | None = None,
         delimiter: str | None = None,
     ):
-        caption_lines = next(name for name, lines in LINES.items() if lines is rule.lines)
-        images, self.files = read_local(data, columns, delimiter, caption_lines)
+        images, self.files = read_local(data, columns, delimiter, rule.lines)
         self.data = data
+        self._has_rows = columns is not None and len(columns.captions) == 1
         rejected: list[RejectedImage] = []
         encoded: list[bytes] = []
         heads = list(self._heads(images, on_error, encoded, rejected))
@@ -126,8 +126,7 @@ class TableCollection(Collection):
                         raise UserError(f"{image.image}: {image.reason}")
                     rejected.append(image)
                     continue
-                names_of_image = image.image_id, image.caption_ids, image.dataset, image.split, image.group
-                records.append(Record(image.file, image.captions, *names_of_image))
+                records.append(record_of(image.file, image))
                 splits[image.split] = splits.get(image.split, 0) + 1
             encoded += map(encode, records)
             nowhere = [0] * len(records)
@@ -146,7 +145,7 @@ class TableCollection(Collection):
 
     def describe(self) -> str:
         text = super().describe()
-        if Path(self.data).suffix.lower() in (".csv", ".tsv"):
+        if self._has_rows:
             text = f"{self.rows:,} rows, {text}"
         return f"{text}; left out: {describe_rejected(self.rejected)}" if self.rejected else text
 

@@ -33,10 +33,10 @@ from vl_plugins.data.files import (
     write_file,
 )
 from vl_plugins.data.grouping import Images, shuffled
-from vl_plugins.data.index import INDEX_FOLDER, IndexHead, make_head, read_head, write_index
+from vl_plugins.data.index import INDEX_FOLDER, IndexHead, find_index, make_head, read_head, write_index
 from vl_plugins.data.limits import MAX_IMAGE_PIXELS, check_max_image_pixels
 from vl_plugins.data.picture_formats import CONVERT, prepare_picture
-from vl_plugins.data.records import Record
+from vl_plugins.data.records import Record, record_of
 from vl_plugins.data.samples import FEATURES, INPUTS, decode_features, file_blocks
 from vl_plugins.errors import UserError, one_of
 
@@ -275,9 +275,9 @@ class _ShardWriter:
             content.append({"convert": self.convert, "resize": self.resize})
         fingerprint = hashlib.sha256(msgspec.json.encode(content)).hexdigest()
         with suppress(UserError, OSError):  # it or its index is missing or damaged
-            head = read_head(shard.file)
-            if head.fingerprint == fingerprint:
-                return shard.file, head
+            index = find_index(shard.file)
+            if index is not None and index[0].fingerprint == fingerprint:
+                return shard.file, index[0]
         return shard.file, self._write(shard, fingerprint)
 
     def _write(self, shard: _Shard, fingerprint: str) -> IndexHead:
@@ -296,8 +296,7 @@ class _ShardWriter:
                 stream.write(data)
                 digest.update(data)
                 sizes.append(len(data))
-                named = (image.image_id, image.caption_ids, image.dataset, image.split, image.group)
-                records.append(Record(key, image.captions, *named))
+                records.append(record_of(key, image))
             if not records:
                 last = rejected[-1]
                 raise UserError(f"no image of {shard.file} can be used, such as {last.image}: {last.reason}")
@@ -307,10 +306,11 @@ class _ShardWriter:
             zeros += -(end + zeros) % tarfile.RECORDSIZE
             stream.write(bytes(zeros))
             digest.update(bytes(zeros))
+            # The index is written first, and then the archive gets its name, so that an archive always has its index.
             if exists(shard.file) and sha256(shard.file) != digest.hexdigest():
                 if not self.overwrite:
                     raise _conflict(shard.file)
-                # A shard that is there has its own index, and its number of images in `sizes.json`.
+                # So the former archive has to go before its index is replaced, and its number in `sizes.json` with it.
                 remove(join(os.path.dirname(shard.file), SIZES_FILE))
                 remove(shard.file)
             facts = {"size": end + zeros, "sha256": digest.hexdigest(), "fingerprint": fingerprint}
@@ -354,12 +354,14 @@ def _write_sizes(out: str) -> None:
 
 def _with_array_files(images: Images, files: FileFolder) -> Images:
     """Yield the images with the array file of each: all named by id if the first has one, or all by image file."""
-    by_id, used = None, set()
+    are_named_by_id: bool | None = None
+    used = set()
     for image in images:
         if isinstance(image, CaptionedImage):
-            names_of_files = [f"{name}.{FEATURES}" for name in (PureWindowsPath(image.filename).stem, image.image_id)]
-            by_id = files.state(names_of_files[1]) is not None if by_id is None else by_id
-            image = replace(image, file=names_of_files[by_id])
+            file, file_of_id = f"{PureWindowsPath(image.filename).stem}.{FEATURES}", f"{image.image_id}.{FEATURES}"
+            if are_named_by_id is None:
+                are_named_by_id = files.state(file_of_id) is not None
+            image = replace(image, file=file_of_id if are_named_by_id else file)
             if image.file in used:
                 raise UserError(f"{image.file} is one file for two images; name the array files by image id")
             used.add(image.file)
