@@ -34,6 +34,7 @@ gpu:
 
 # Version 0.3 with this checkout: values, gradients, shards and trainings.
 compare: $(INSTALLED) .v0_3
+	$(BIN)/pip install --quiet "duckdb<2"  # which 0.3 groups tables with
 	$(BIN)/python -m benchmarks.compare .v0_3 --same-batches $(COMPARE_FLAGS)
 
 .v0_3:

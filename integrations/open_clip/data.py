@@ -32,7 +32,7 @@ from vl_plugins.data.randomness import derived_seed, seed_everything
 from vl_plugins.data.records import LINES
 from vl_plugins.data.rows import read_rows
 from vl_plugins.data.shard_names import expand_braces
-from vl_plugins.data.table_collection import TableCollection
+from vl_plugins.data.table_collection import TableCollection, check_exists
 from vl_plugins.errors import UserError, number, user_errors
 from vl_plugins.integrations.open_clip.flags import IMAGE_KEY, NOT_OURS, SAMPLE_KEYS, flag, parse_args
 from vl_plugins.numerics import NO_ID
@@ -180,6 +180,7 @@ def _read_split(split: str, path: str, args: Namespace) -> Collection:
     rule = _caption_rule(args)
     if args.dataset_type != "csv" and not path.endswith((".csv", ".tsv")):
         return read_collection(path, on_error, rule, keep_index=not args.no_index)
+    check_exists(path)
     names, _ = read_rows(path, args.csv_separator)
     check_columns(flag(split), path, names, args)
     columns = Columns(args.csv_img_key, [args.csv_caption_key])
@@ -298,8 +299,9 @@ def _training_data(args: Namespace, collection: Collection, transform: Callable,
     )
     if is_master(args):
         line = f"{args.train_data}: {collection.describe()}; {sampler.describe()}"
-        if isinstance(collection, TableCollection) and collection.rows // sampler.global_batch != sampler.steps:
-            line += f", where open_clip's own reader takes {collection.rows // sampler.global_batch:,}"
+        rows = getattr(collection, "rows", None)
+        if rows is not None and rows // sampler.global_batch != sampler.steps:
+            line += f", where open_clip's own reader takes {rows // sampler.global_batch:,}"
         line += collection.describe_equal_captions(are_negatives=not args.loss)
         logging.info(line)
     dataset = ShardDataset(

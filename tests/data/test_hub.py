@@ -144,6 +144,8 @@ def test_rows_without_an_image_or_a_caption_or_with_a_file_of_ones_own(items, tm
         files.read(no_image.file)
     with pytest.raises(UserError, match=f"the row names the file {tmp_path}/own.png, which is not of the data set"):
         files.read(of_another_folder.file)
+    _, files = read_hugging_face(str(tmp_path / "set"), image_root=tmp_path)
+    assert files.read(of_another_folder.file) == items[0]["image"]["bytes"]
     assert rejected.image.startswith(f"{tmp_path}/set: train row 2 (")
 
 

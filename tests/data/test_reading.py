@@ -107,6 +107,15 @@ def write_parquet_of_paths(folder):
     return "paths.parquet"
 
 
+def write_data_set_of_paths(folder):
+    """Parquet whose pictures are paths of files, as ``to_parquet`` may write them."""
+    datasets = pytest.importorskip("datasets")
+    paths, captions = zip(*rows(f"{folder}/pictures/"), strict=True)
+    columns = {"image": [{"bytes": None, "path": path} for path in paths], "caption": captions}
+    datasets.Dataset.from_dict(columns).to_parquet(folder / "files.parquet")
+    return "files.parquet"
+
+
 def write_saved(folder):
     data_set().save_to_disk(folder / "saved")
     return "saved"
@@ -121,6 +130,7 @@ WRITERS = (
     write_parquet_folder,
     write_parquet_pattern,
     write_parquet_of_paths,
+    write_data_set_of_paths,
     write_saved,
 )
 
@@ -220,11 +230,12 @@ def test_a_picture_that_is_not_there_is_a_bad_sample(folder):
         (lambda: Path("x").mkdir(), "x: it cannot be read; what can be: shards"),
         (lambda: Path("x.json").write_text('{"images": []}'), "`vl-plugins shards coco` reads Karpathy's splits"),
         (lambda: Path("x.csv").write_text("image,caption\n"), "x.csv: there is no image with a caption"),
+        (lambda: None, "x.parquet does not exist"),
     ],
 )
 def test_what_cannot_be_read_says_what_can_be(folder, make, message):
     make()
-    (name,) = (path.name for path in folder.iterdir() if path.name.startswith("x"))
+    name = next((path.name for path in folder.iterdir() if path.name.startswith("x")), "x.parquet")
     with pytest.raises(UserError, match=message):
         read_collection(name)
 

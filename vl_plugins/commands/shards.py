@@ -37,7 +37,7 @@ SOURCES = {
 # Options that are arguments of the reader.
 OPTIONS: dict[str, tuple[str, ...]] = dict.fromkeys(SOURCES, ("dataset_name",))
 OPTIONS["table"] = ("dataset_name", "split_name", "val_fraction", "test_fraction")
-OPTIONS[HUB] = ("dataset_name", "config", "revision")
+OPTIONS[HUB] = ("dataset_name", "config", "revision", "image_root")
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -72,6 +72,7 @@ def _add_reading_options(group: argparse._ArgumentGroup, source: str) -> None:
         add("--revision", metavar="NAME", help="branch, tag or commit of the data set")
         files = "download only these files, such as test='data/test-*'"
         add("--data-files", type=_split_pattern, nargs="+", metavar="SPLIT=PATTERN", help=files)
+        add("--images", dest="image_root", metavar="DIR", help="folder of the pictures that rows name by their paths")
     else:
         number: Any = "+" if source == "coco-captions" else 1
         annotations = "annotation file"

@@ -43,7 +43,7 @@ class HubFiles:
             return image["bytes"]
         path = Path(image["path"]).resolve()
         if not any(path.is_relative_to(folder) for folder in self.folders):
-            raise UserError(f"the row names the file {path}, which is not of the data set")
+            raise UserError(f"the row names the file {path}, which is not of the data set: give its folder as --images")
         return read_bytes(path)
 
     def state(self, file: str) -> str:
@@ -57,6 +57,7 @@ def read_hugging_face(
     config: str | None = None,
     revision: str | None = None,
     data_files: Mapping[str, str] | None = None,
+    image_root: str | Path | None = None,
     dataset_name: str | None = None,
 ) -> tuple[Images, HubFiles]:
     """Read an image-caption data set with the library ``datasets``, which downloads and caches it.
@@ -72,6 +73,7 @@ def read_hugging_face(
             first present of :data:`ID_COLUMNS`, if any. Without a split column the splits are those of the data set.
         config, revision: configuration (subset), and branch, tag or commit on the hub.
         data_files: pattern of the files by split, ``{"test": "data/test-*"}``; by default all are downloaded.
+        image_root: rows may name files in this folder; otherwise only files of the data set itself.
         dataset_name: by default the last part of ``name``.
 
     Raises:
@@ -86,7 +88,10 @@ def read_hugging_face(
         splits = splits.cast_column(columns.image, datasets.Image(decode=False))
     dataset_name = dataset_name or label_of(Path(name).resolve().name.removesuffix(".parquet"))
     caches = datasets.config.HF_DATASETS_CACHE, require("huggingface_hub.constants", extra="hub").HF_HUB_CACHE
-    files = HubFiles(splits.select_columns([columns.image]), [name] if Path(name).is_dir() else caches)
+    folders = [name] if Path(name).is_dir() else list(caches)
+    if image_root is not None:
+        folders.append(image_root)
+    files = HubFiles(splits.select_columns([columns.image]), folders)
     has_plain_ids = columns.id == PLAIN_ID and not names_ids
     return join_rows(_rows(splits, columns, has_plain_ids), dataset_name, f"{name}: ", has_plain_ids), files
 

@@ -13,11 +13,10 @@ from tqdm import tqdm
 from vl_plugins.data.caption_table import Columns
 from vl_plugins.data.captions import have_lines
 from vl_plugins.data.collection import Collection
-from vl_plugins.data.files import names
 from vl_plugins.data.index import IndexHead, read_head, read_or_keep
 from vl_plugins.data.records import CaptionRule, as_rule
 from vl_plugins.data.shard_names import AT_A_TIME, expand_shards, split_of
-from vl_plugins.data.table_collection import TableCollection, is_table
+from vl_plugins.data.table_collection import TableCollection, check_exists, is_table
 from vl_plugins.errors import UserError, user_errors
 
 logger = logging.getLogger(__name__)
@@ -75,10 +74,10 @@ def read_collection(
 
 def check_data(shards: str | os.PathLike) -> None:
     """Raise :class:`UserError` if data do not exist, without reading them."""
-    if not is_table(shards):
+    if is_table(shards):
+        check_exists(os.fspath(shards))
+    else:
         expand_shards(shards)
-    elif not os.path.isdir(shards) and not names(os.path.dirname(shards) or ".", os.path.basename(shards)):
-        raise UserError(f"{os.fspath(shards)} does not exist")
 
 
 def _read_shards(shards: list[str], on_error: str, rule: CaptionRule, keep_index: bool) -> Collection:

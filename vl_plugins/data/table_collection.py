@@ -1,5 +1,6 @@
 """Tables and folders of pictures as data for training and evaluation, without shards."""
 
+import glob
 import hashlib
 import itertools
 import os
@@ -42,6 +43,12 @@ def is_table(data: Any) -> bool:
     return suffix in TABLES
 
 
+def check_exists(data: str) -> None:
+    """Raise :class:`UserError` if there is no such table or folder; a URL is not asked for."""
+    if "://" not in data and not os.path.exists(data) and not glob.glob(data):
+        raise UserError(f"{data} does not exist")
+
+
 def is_picture_folder(data: str) -> bool:
     """Return whether a folder is one of pictures with ``.txt`` files."""
     if not os.path.isdir(data) or is_data_set(data) or any(Path(data).rglob("*.tar")):
@@ -65,13 +72,13 @@ def read_local(
     Raises:
         UserError: the data cannot be read.
     """
+    root = Path.cwd().anchor  # paths lead anywhere, as in open_clip
     if is_data_set(data) or (data.endswith(".parquet") and has_pictures(data, columns)):
-        return read_hugging_face(data, columns)
+        return read_hugging_face(data, columns, image_root=root)
     if is_picture_folder(data):
         return read_table(data, columns, has_lines=has_lines), FileFolder(data)
     if os.path.isdir(data):
         raise UserError(f"{data}: it cannot be read; what can be: {READABLE}")
-    root = Path.cwd().anchor
     images = read_table(data, columns, image_root=root, folder=os.getcwd(), delimiter=delimiter)
     return images, FileFolder(root)
 
@@ -98,6 +105,7 @@ class TableCollection(Collection):
         columns: Columns | None = None,
         delimiter: str | None = None,
     ):
+        check_exists(data)
         images, self.files = read_local(data, columns, delimiter, rule.lines)
         self.data = data
         self._has_rows = columns is not None and len(columns.captions) == 1
@@ -145,14 +153,14 @@ class TableCollection(Collection):
 
     def describe(self) -> str:
         text = super().describe()
-        if self._has_rows:
+        if self.rows is not None:
             text = f"{self.rows:,} rows, {text}"
         return f"{text}; left out: {describe_rejected(self.rejected)}" if self.rejected else text
 
     @property
-    def rows(self) -> int:
-        """Number of rows of a table that has a caption in each."""
-        return len(self.caption_hashes) + len(self.rejected)
+    def rows(self) -> int | None:
+        """Number of rows of a table that has one caption in each; None if that is not known."""
+        return len(self.caption_hashes) + len(self.rejected) if self._has_rows else None
 
     def record(self, image: int) -> Record:
         """Return the file and the captions of an image."""
