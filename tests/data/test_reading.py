@@ -198,7 +198,7 @@ def test_a_row_that_cannot_be_used_is_left_out_or_an_error(folder):
     collection = read_collection("birds.csv", on_error="skip")
     assert collection.captions_per_image.tolist() == [1, 2, 1, 2, 1]
     assert collection.describe() == (
-        "5 images with 1 to 2 captions; left out: 2, because it has no captions, or a blank one; every image "
+        "9 rows, 5 images with 1 to 2 captions; left out: 2, because it has no captions, or a blank one; every image "
         "needs at least one: birds.csv: line 9 (pictures/1.png), birds.csv: line 10 (pictures/7.png)"
     )
 

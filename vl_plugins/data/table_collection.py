@@ -20,6 +20,7 @@ from vl_plugins.data.grouping import Images
 from vl_plugins.data.hub import has_pictures, is_data_set, read_hugging_face
 from vl_plugins.data.index import IndexHead, make_head
 from vl_plugins.data.records import DEFAULT_RULE, CaptionRule, Record, record_of
+from vl_plugins.data.rows import read_rows
 from vl_plugins.data.writer import FileFolder
 from vl_plugins.errors import UserError
 
@@ -108,7 +109,7 @@ class TableCollection(Collection):
         check_exists(data)
         images, self.files = read_local(data, columns, delimiter, rule.lines)
         self.data = data
-        self._has_rows = columns is not None and len(columns.captions) == 1
+        self._has_rows = _has_row_for_each_caption(data, columns, delimiter)
         rejected: list[RejectedImage] = []
         encoded: list[bytes] = []
         heads = list(self._heads(images, on_error, encoded, rejected))
@@ -187,6 +188,13 @@ class TableCollection(Collection):
 
     def digest(self) -> str:
         return hashlib.sha256(self._encoded.data).hexdigest()
+
+
+def _has_row_for_each_caption(data: str, columns: Columns | None, delimiter: str | None) -> bool:
+    if Path(data).suffix.lower() not in (".csv", ".tsv") and delimiter is None:
+        return False
+    names, _ = read_rows(data, delimiter)
+    return len((columns or Columns()).find(names).captions) == 1
 
 
 _decode = msgspec.msgpack.Decoder(Record).decode
