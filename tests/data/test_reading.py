@@ -259,7 +259,8 @@ def recaptioned(folder, name="00000.tar"):
     for number in range(3):
         fields = {
             "short": f"short {number}",
-            "long": ["", f"long {number}", f"longer {number}"][number],
+            "long": ["", f" long {number}", f"longer {number}"][number],
+            "list": [f"listed {number}", "\u200b"],
             "captions": None,
         }
         members += [
@@ -283,6 +284,8 @@ RULES = {
         CaptionRule(fields=("long", "short"), first_field=True),
         [("short 0",), ("long 1",), ("longer 2",)],
     ),
+    "lists": (CaptionRule(fields=("list", "short")), [(f"listed {n}", f"short {n}") for n in range(3)]),
+    "first text": (CaptionRule(fields=("list", "short"), first_field=True), [(f"short {n}",) for n in range(3)]),
     "other text": (CaptionRule(texts=("none", "caption", "txt")), [("own 0",), ("own 1",), ("own 2",)]),
 }
 

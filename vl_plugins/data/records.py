@@ -43,8 +43,8 @@ class CaptionRule(msgspec.Struct, frozen=True, omit_defaults=True):
     Args:
         lines: each line of a text file is a caption. None: yes, if each text of the shards has several lines.
         texts: extensions of the text file, of which the first that is there counts.
-        fields: of the ``json``; each text in them is a caption, and text files and lists ``captions`` do not count.
-        first_field: only the first of ``fields`` that is not blank is the caption.
+        fields: of the ``json``; each text in them, or in a list in them, is a caption, and nothing else is.
+        first_field: only the first of ``fields`` with a text that is not blank is the caption, as in open_clip.
         pictures: extensions of the picture; empty for those that are usual.
     """
 
@@ -123,7 +123,10 @@ def _texts_of_fields(metadata: Any, rule: CaptionRule) -> list[str]:
     captions = []
     for field in rule.fields if isinstance(metadata, dict) else ():
         value = metadata.get(field)
-        texts = [value] if isinstance(value, str) else _texts_in(value)
+        if isinstance(value, str):
+            texts = [value]
+        else:
+            texts = [] if rule.first_field else _texts_in(value)
         captions += [text.strip() for text in texts if not is_blank(text)]
         if captions and rule.first_field:
             return captions[:1]
