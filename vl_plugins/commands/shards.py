@@ -29,11 +29,12 @@ SOURCES = {
         "table --annotations birds.csv --images pictures --out shards",
     ),
     HUB: (
-        "a data set of the Hugging Face hub, a Parquet file, or a local folder, also of pictures with .txt",
+        "a data set of the Hugging Face hub, a Parquet file or a local folder",
         "hugging-face nlphuji/flickr30k \\\n    --revision refs/convert/parquet --out shards",
         "hugging-face folder-of-parquet-files --out shards",
     ),
 }
+NAME_OR_PATH = "name on the hub, a Parquet file, or a local folder, such as one of pictures with a .txt each"
 # Options that are arguments of the reader.
 OPTIONS: dict[str, tuple[str, ...]] = dict.fromkeys(SOURCES, ("dataset_name",))
 OPTIONS["table"] = ("dataset_name", "split_name", "val_fraction", "test_fraction")
@@ -67,7 +68,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 def _add_reading_options(group: argparse._ArgumentGroup, source: str) -> None:
     add = group.add_argument
     if source == HUB:
-        add("name", metavar="NAME_OR_PATH", help="name on the hub, a Parquet file, or a local folder")
+        add("name", metavar="NAME_OR_PATH", help=NAME_OR_PATH)
         add("--config", metavar="NAME", help="configuration (subset) of the data set")
         add("--revision", metavar="NAME", help="branch, tag or commit of the data set")
         files = "download only these files, such as test='data/test-*'"
