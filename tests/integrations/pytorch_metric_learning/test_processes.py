@@ -98,14 +98,19 @@ def test_processes_without_a_gpu_train_together_on_the_cpu(has_local_rank, toy_s
 
 
 def train_alone(rank, plain, folder):
-    """Return the error of a training whose accelerator has not joined the processes."""
+    """Return the error of a training whose accelerator has not joined the processes; None if it has."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    accelerator = Accelerator()
+    if accelerator.num_processes > 1:
+        return None
     with pytest.raises(UserError) as caught:
-        Run(parse_config(plain), folder, Accelerator())
+        Run(parse_config(plain), folder, accelerator)
     return str(caught.value)
 
 
 def test_processes_that_have_not_joined_are_an_error(tmp_path):
     found = in_processes(train_alone, 2, settings(), tmp_path, joined=False)
+    if found == [None, None]:
+        pytest.skip("accelerate joins processes on the CPU by itself, as version 1.7 does")
     message = "2 processes were started, but this one trains alone: use --device cpu (make_accelerator(device='cpu'))"
     assert [error.partition(", or ")[0] for error in found] == [message] * 2
