@@ -60,9 +60,10 @@ def changed_command(sign):
     return shlex.split(" ".join(lines))
 
 
-def test_the_change_is_one_module_and_one_flag():
+def test_the_change_is_one_module_and_two_flags():
     before, after = changed_command("-"), changed_command("+")
-    assert [word for word in after if word not in before] == ["vl_plugins.integrations.open_clip", "--loss", "unified"]
+    flags = ["--loss", "unified", "--captions-per-image", "random"]
+    assert [word for word in after if word not in before] == ["vl_plugins.integrations.open_clip", *flags]
     assert [word for word in before if word not in after] == ["open_clip_train.main"]
 
 

@@ -38,6 +38,7 @@ def test_shards_training_and_evaluation(stamps, tmp_path, epochs, rsum_on_traini
     output = run(
         tmp_path,
         *("vl_plugins.integrations.open_clip", "--loss", "unified", "--loss-kwargs", "margin=0.2", "scale=50"),
+        *("--captions-per-image", "random"),
         *("--model", "vl-tiny", "--device", "cpu", "--precision", "fp32", "--workers", "0", "--name", "run"),
         *("--train-data", train_shards, "--val-data", "shards/stamps-val-000000.tar", "--save-frequency", "0"),
         *("--batch-size", "64", "--epochs", epochs, "--warmup", "2", "--lr", "1e-3", "--log-every-n-steps", "1"),

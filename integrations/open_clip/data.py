@@ -1,13 +1,16 @@
 """Our readers in open_clip's ``get_data``: several captions per image for training, all of them for validation."""
 
+import contextlib
+import itertools
 import logging
 import os
 from argparse import Namespace
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from typing import Any
 
+import numpy as np
 import pandas
 import torch
 from open_clip_train import data as host_data
@@ -28,14 +31,25 @@ from vl_plugins.data import (
     read_collection,
     training_loader,
 )
-from vl_plugins.data.randomness import derived_seed, seed_everything
+from vl_plugins.data.captions import LARGEST_ID
+from vl_plugins.data.index import find_index
+from vl_plugins.data.randomness import derived_seed, random_words, seed_everything
 from vl_plugins.data.records import LINES
 from vl_plugins.data.rows import read_rows
 from vl_plugins.data.shard_names import expand_braces
 from vl_plugins.data.table_collection import TableCollection, check_exists
 from vl_plugins.errors import UserError, number, user_errors
-from vl_plugins.integrations.open_clip.flags import IMAGE_KEY, NOT_OURS, SAMPLE_KEYS, flag, parse_args
+from vl_plugins.integrations.open_clip.flags import IMAGE_KEY, NOT_OURS, OURS, SAMPLE_KEYS, flag, parse_args
 from vl_plugins.numerics import NO_ID
+
+ROWS_COUNTED = 100_000  # of a table, to find out whether images have several captions
+# What open_clip does with several captions of an image.
+READ_BY_HOST = {
+    "train_data": "reads one at a time: --captions-per-image random, or all, reads them as captions of one image",
+    "val_data": "ranks pairs, where other captions of an image are wrong: --captions-per-image random ranks images",
+}
+# What our batches have after images and texts.
+KNOWN = ("labels", "ref_ids", "matching_ids")
 
 __all__ = ["Steps", "get_data", "read_splits"]
 
@@ -48,26 +62,27 @@ class Steps:
 
     Attributes:
         number: of the step, from 0, over all epochs.
-        batches: labels and ids of each batch of the step, as :class:`~vl_plugins.data.ShardDataset` makes them; none if
-            open_clip's reader made the batches.
+        batches: what is known of each batch of the step, by the names under which losses take it.
     """
 
     def __init__(self, batches_per_step: int = 1):
         self.number = 0
-        self.batches: deque[Sequence[Tensor]] = deque(maxlen=batches_per_step)
+        self.batches: deque[dict[str, Tensor]] = deque(maxlen=batches_per_step)
         self.batches_per_step = batches_per_step
         self._step_of_passes = -1
         self._passes = 0
 
     @property
     def labels(self) -> dict[str, Tensor]:
-        """The ``labels`` (B,), ``ref_ids`` and ``matching_ids`` of the step's images, as losses take them; or none."""
-        if not self.batches:
-            return {}
-        labels, ref_ids, matching_ids = zip(*self.batches, strict=True)
-        longest = max(ids.shape[1] for ids in matching_ids)
-        padded = [pad(ids, (0, longest - ids.shape[1]), value=NO_ID) for ids in matching_ids]
-        return {"labels": torch.cat(labels), "ref_ids": torch.cat(ref_ids), "matching_ids": torch.cat(padded)}
+        """The ``labels`` (B,), ``ref_ids`` and ``matching_ids`` of the step's images, as far as they are known."""
+        known: dict[str, Tensor] = {}
+        for name in self.batches[0] if self.batches else ():
+            of_batches = [batch[name] for batch in self.batches]
+            if name == "matching_ids":
+                longest = max(ids.shape[1] for ids in of_batches)
+                of_batches = [pad(ids, (0, longest - ids.shape[1]), value=NO_ID) for ids in of_batches]
+            known[name] = torch.cat(of_batches)
+        return known
 
     def count_pass(self) -> bool:
         """Count a call of the loss; return whether it is the last one of the step.
@@ -91,10 +106,11 @@ class TrainingData:
         data: of either reader; batches of ours are images, texts, labels and ids.
         steps: where to note them.
         seed: of the process.
+        pad_id: token that open_clip's reader fills up texts with, which gives ids of its texts; None for no ids.
     """
 
-    def __init__(self, data: DataInfo, steps: Steps, seed: tuple[int, ...]):
-        self.data, self.steps, self.seed, self.epoch = data, steps, seed, 0
+    def __init__(self, data: DataInfo, steps: Steps, seed: tuple[int, ...], pad_id: int | None = None):
+        self.data, self.steps, self.seed, self.epoch, self.pad_id = data, steps, seed, 0, pad_id
         self.dataloader, self.is_ours = self, isinstance(data.sampler, CaptionSampler)
         self.num_batches, self.num_samples = data.dataloader.num_batches, data.dataloader.num_samples
 
@@ -112,10 +128,29 @@ class TrainingData:
             self.steps.number = self.epoch * (self.num_batches // per_step) + index // per_step
             if self.is_ours:
                 images, texts, *labels = batch
-                self.steps.batches.append(labels)
+                self.steps.batches.append(dict(zip(KNOWN, labels, strict=True)))
                 # A task of open_clip 4.x takes a mapping.
                 batch = {"image": images, "text": texts} if hasattr(trainer, "create_task") else (images, texts)
+            elif self.pad_id is not None:
+                texts = batch["text"] if isinstance(batch, Mapping) else batch[1]
+                self.steps.batches.append({"ref_ids": token_ids(texts, self.pad_id)})
             yield batch
+
+
+def token_ids(texts: Tensor, pad_id: int) -> Tensor:
+    """Return ids of tokenized texts (B, L), (B,) int64: equal for equal texts, however long their padding is."""
+    tokens = texts.numpy()
+    is_padding = np.logical_and.accumulate(tokens[:, ::-1] == pad_id, axis=1)[:, ::-1]
+    words = random_words(tokens.astype(np.uint64), np.arange(tokens.shape[1])[None])
+    words[is_padding] = 0
+    sums = words.sum(axis=1, dtype=np.uint64) & np.uint64(LARGEST_ID)
+    return torch.from_numpy(sums.astype(np.int64))
+
+
+def pad_id_of(tokenizer: Any) -> int:
+    """Return the token that a tokenizer of open_clip fills up texts with."""
+    pad_id = getattr(getattr(tokenizer, "tokenizer", None), "pad_token_id", None)
+    return 0 if pad_id is None else pad_id
 
 
 def check_columns(option: str, file: str, names: Iterable[str], args: Namespace) -> None:
@@ -141,27 +176,25 @@ def check_shards(option: str, pattern: str) -> None:
 def read_splits(args: Namespace) -> dict[str, Collection]:
     """Return the splits that our readers serve, ``"train_data"`` and ``"val_data"``, and check them.
 
-    With ``--loss`` or ``--captions-per-image`` ours read the training data, and the data to validate on if every image
-    there has a list of captions, or they are no shards. open_clip reads everything else.
+    With ``--captions-per-image`` ours read all data, but for a program to validate on (``pipe:``); without it open_clip
+    reads everything.
 
     Raises:
         UserError: data are missing or damaged, or a flag is given that the reader of the data does not have.
     """
-    is_ours = bool(args.loss or args.captions_per_image) and args.dataset_type != "synthetic"
+    is_ours = args.captions_per_image is not None and args.dataset_type != "synthetic"
     found: dict[str, Collection] = {}
     for split in ("train_data", "val_data"):
         path = getattr(args, split)
         if not path:
             continue
         with user_errors(f"{flag(split)} {path}"):
-            if is_ours:
-                collection = _read_split(split, path, args)
-                if not _is_for_host(split, path, collection):
-                    found[split] = collection
+            if is_ours and not (split == "val_data" and path.startswith("pipe:")):
+                found[split] = _read_split(split, path, args)
+            elif args.head == "set" and split == "val_data":
+                raise UserError("--head set: open_clip cannot validate sets: add --captions-per-image random")
             else:
                 _check_host_data(split, path, args)
-            if args.head == "set" and split == "val_data" and split not in found:
-                raise UserError(f"--val-data {path}: to validate sets, give shards of `vl-plugins shards`")
     if found.keys() == {"train_data", "val_data"}:
         shared = set(found["train_data"].shards) & set(found["val_data"].shards)
         if shared:
@@ -169,8 +202,6 @@ def read_splits(args: Namespace) -> dict[str, Collection]:
                 f"--train-data and --val-data share {min(shared)}: a model is not validated on its training"
             )
     _check_flags(args, found)
-    if "train_data" in found:
-        args.captions_per_image = args.captions_per_image or "random"  # for params.txt, too
     return found
 
 
@@ -208,12 +239,6 @@ def _alternatives(keys: str) -> tuple[str, ...]:
     return tuple(key.strip() for key in keys.split(";") if key.strip())
 
 
-def _is_for_host(split: str, path: str, collection: Collection) -> bool:
-    """Return whether open_clip validates on shards whose images have a single text each."""
-    is_pattern_of_host = path.endswith(".tar") and "*" not in path and "?" not in path
-    return split == "val_data" and bool(collection.only_txt) and is_pattern_of_host
-
-
 def _check_host_data(split: str, path: str, args: Namespace) -> None:
     """Raise ``UserError`` if data for open_clip's own readers do not exist, or lack a column."""
     reader = host_data.get_dataset_fn(path, args.dataset_type)
@@ -229,16 +254,35 @@ def _check_flags(args: Namespace, splits: Mapping[str, Collection]) -> None:
     given = [name for name in defaults if getattr(args, name, None) != defaults[name]]
     if "train_data" in splits:
         for name in set(NOT_OURS).intersection(given):
-            raise UserError(f"{flag(name)} is for open_clip's reader, but vl_plugins reads here; remove it")
+            raise UserError(
+                f"{flag(name)} is for open_clip's reader: remove it, or --captions-per-image, which asks for ours"
+            )
         for name in ("shuffle_window", "train_num_samples"):
             if name in given:
                 with user_errors(flag(name)):
                     number(name, getattr(args, name), least=1, kind=int)
         return
     host_has_keys = hasattr(host_data, "JsonCaptionExtractor")  # 4.x
-    ours = {"shuffle_window", "caption_fields", "no_index", *(() if host_has_keys else SAMPLE_KEYS)}
+    ours = {*OURS, *(() if host_has_keys else SAMPLE_KEYS)}
     for name in ours.intersection(given):
-        raise UserError(f"{flag(name)} needs training data, and --loss or --captions-per-image")
+        raise UserError(
+            f"{flag(name)} is for our reader: add --train-data and --captions-per-image random, first or all"
+        )
+
+
+def most_captions(path: str, args: Namespace) -> int:
+    """Return the number of captions of the image with the most, as far as a table or a written index shows it."""
+    with contextlib.suppress(UserError, OSError):  # which are for open_clip to find
+        if path.endswith((".csv", ".tsv")) or args.dataset_type == "csv":
+            _, rows = read_rows(path, args.csv_separator)
+            first_rows = itertools.islice(rows, ROWS_COUNTED)
+            counts = Counter(row.values.get(args.csv_img_key) for row in first_rows)
+            return max(counts.values(), default=1)
+        shards = expand_braces(path.partition("::")[0])
+        if shards[0].endswith(".tar") and ":" not in shards[0]:
+            index = find_index(shards[0])
+            return 1 if index is None else max(index[0].counts, default=1)
+    return 1
 
 
 def get_data(
@@ -271,8 +315,16 @@ def get_data(
         raise UserError(
             f"--accum-freq {args.accum_freq}: an epoch has {batches} batches in each process, so no step would be taken"
         )
+    if args.loss and is_master(args):
+        for split, consequence in READ_BY_HOST.items():
+            path = getattr(args, split)
+            most = most_captions(path, args) if path and split not in splits else 1
+            if most > 1:
+                logging.info(f"{path}: images have up to {most} captions, and open_clip {consequence}")
     if "train" in data and ("train_data" in splits or args.loss):
-        data["train"] = TrainingData(data["train"], steps, (args.seed, args.rank))
+        has_texts = args.loss and args.dataset_type != "synthetic"  # whose texts are all equal
+        pad_id = pad_id_of(tokenizer) if has_texts else None
+        data["train"] = TrainingData(data["train"], steps, (args.seed, args.rank), pad_id)
     if "val_data" in splits:
         dataset = ShardDataset(splits["val_data"], preprocess_fns[1], tokenizer, max_image_pixels=args.max_image_pixels)
         loader = evaluation_loader(dataset, args.batch_size, workers=args.workers)

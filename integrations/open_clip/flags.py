@@ -58,6 +58,8 @@ EXCLUDED = {
 # Options of open_clip's readers that ours does not have.
 NOT_OURS = ("dataset_resampled", "length_bucketing", "bucket_chunk", "bucket_pool", "bucket_prefetch_pools")
 NOT_OURS += ("train_data_upsampling_factors", "json_text_key_probs", "text_pad_multiple")
+# Options of our reader that open_clip's does not have.
+OURS = ("shuffle_window", "caption_lines", "caption_fields", "no_index", "on_error", "max_errors")
 # Options of open_clip 4.x for the files and fields of a sample, which our reader has too.
 SAMPLE_KEYS = ("text_key", "json_text_key", "image_key")
 IMAGE_KEY = "jpg;png;jpeg;webp"
@@ -106,7 +108,7 @@ class _Parser(CommandParser):
         from_file, _ = self.parse_known_args(words)
         check_registered(from_file.loss)
         found = super().parse_args([*words, *argv])
-        if not (found.loss or found.captions_per_image):
+        if not found.captions_per_image:
             # open_clip's reader gives what is no path to a program, such as ``pipe:``; ours opens paths and URLs only.
             from vl_plugins.data.shard_names import expand_braces
 
@@ -115,7 +117,9 @@ class _Parser(CommandParser):
                 expand_braces(shards)  # raises an error for too many
                 # ``::`` separates shards, and braces make no colon.
                 if ":" in shards.replace("::", "") and shards == getattr(found, option):
-                    raise UserError(f"{file}: {shards!r} is no local path; without --loss, give it on the command line")
+                    raise UserError(
+                        f"{file}: {shards!r} is no local path: give it on the command line, or --captions-per-image"
+                    )
         return found
 
     def _words(self, file: Path, given: Namespace) -> list[str]:
@@ -147,7 +151,7 @@ def _exceptions() -> str:
     lines = ["flags of open_clip that raise an error beside ours:"]
     for ours, names in EXCLUDED.items():
         lines.append(f"  --{ours}: {' '.join(map(flag, names))}")
-    lines.append("  --loss or --captions-per-image, which read --train-data themselves:")
+    lines.append("  --captions-per-image, which reads --train-data itself:")
     words = " ".join(map(flag, NOT_OURS))
     lines.append(textwrap.fill(words, 78, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False))
     lines.append("Some exist in some versions of open_clip only. --fsdp with --loss needs")
@@ -176,8 +180,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--captions-per-image",
         metavar="{random,first,all,N}",
-        help="captions per image in a batch; with --loss, all are positives of their image (default with --loss: "
-        "random)",
+        help="read the data by our reader, with so many captions of each image in a batch; with --loss, all are "
+        "positives of their image (default: open_clip's reader, which reads one)",
     )
     group.add_argument(
         "--allow-duplicate-captions",

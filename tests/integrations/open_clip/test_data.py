@@ -14,14 +14,17 @@ from PIL import Image, UnidentifiedImageError
 from webdataset.autodecode import imagehandler
 
 from tests.helpers.archives import encode_archive, encode_picture
+from tests.helpers.open_clip_training import loss_options
 from tests.helpers.pictures import EPS, replace_ghostscript
 from vl_plugins.data import content_ids
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip import pictures
-from vl_plugins.integrations.open_clip.data import Steps, get_data, read_splits
+from vl_plugins.integrations.open_clip.data import Steps, get_data, read_splits, token_ids
 from vl_plugins.integrations.open_clip.flags import parse_args
+from vl_plugins.integrations.open_clip.loss import build_loss
 
 LOSS, RANDOM = ["--loss", "unified"], ["--captions-per-image", "random"]
+OURS = [*LOSS, *RANDOM]
 
 
 @pytest.fixture
@@ -51,10 +54,12 @@ def read(args, steps=None):
     ("flags", "splits"),
     [
         ([], []),
-        (LOSS, ["train_data", "val_data"]),
+        (LOSS, []),
         (RANDOM, ["train_data", "val_data"]),
-        ([*LOSS, "--dataset-type", "synthetic"], []),
-        ([*LOSS, "--train-data", ""], ["val_data"]),
+        (OURS, ["train_data", "val_data"]),
+        ([*OURS, "--dataset-type", "synthetic"], []),
+        ([*OURS, "--train-data", ""], ["val_data"]),
+        ([*OURS, "--val-data", "pipe:cat x.tar", "--dataset-type", "webdataset"], ["train_data"]),
     ],
 )
 def test_who_reads_what(args, flags, splits):
@@ -65,8 +70,8 @@ def test_plain_archives_have_one_caption_for_each_image(args, tmp_path, caplog):
     for split in ("train", "val"):
         pairs = [((f"{n}.png", encode_picture(mode="RGB")), (f"{n}.txt", f"dog {n}")) for n in range(9)]
         (tmp_path / f"{split}.tar").write_bytes(encode_archive([member for pair in pairs for member in pair]))
-    arguments = args("--train-data", f"{tmp_path}/train.tar", "--val-data", f"{tmp_path}/val.tar", *LOSS)
-    assert [*read_splits(arguments)] == ["train_data"], "open_clip validates on pairs"
+    arguments = args("--train-data", f"{tmp_path}/train.tar", "--val-data", f"{tmp_path}/val.tar", *OURS)
+    assert [*read_splits(arguments)] == ["train_data", "val_data"]
     ((images, texts),) = read(arguments)["train"].dataloader
     assert (len(images), len(texts.unique(dim=0))) == (8, 8)
     assert "9 of 9 images in" in caplog.text
@@ -98,7 +103,7 @@ def test_a_table_is_validated_by_images_and_counted(args, tmp_path, caplog, monk
     Path("val.csv").write_text("\n".join(rows[:7]))
     flags = ["--csv-separator", ",", "--train-data", "table.csv", "--val-data", "val.csv"]
     caplog.set_level("INFO")
-    data = read(args(*flags, "--batch-size", "4", *LOSS))
+    data = read(args(*flags, "--batch-size", "4", *OURS))
     assert (
         "table.csv: 20 rows, 9 images with 2 to 3 captions; left out: 1, because it has no captions, or a blank one; "
         "every image needs at least one: table.csv: line 20 (3.png); an epoch reads 8 images, 2 steps, where "
@@ -116,14 +121,14 @@ def test_equal_captions_of_a_table_have_one_id(args, tmp_path):
         Image.new("RGB", (5, 5)).save(tmp_path / f"{number}.png")
     (tmp_path / "table.tsv").write_text("\n".join(["filepath\ttitle", *rows]))
     steps = Steps()
-    for _ in read(args(*LOSS, "--train-data", f"{tmp_path}/table.tsv"), steps)["train"].dataloader:
+    for _ in read(args(*OURS, "--train-data", f"{tmp_path}/table.tsv"), steps)["train"].dataloader:
         noted = steps.labels
         expected = content_ids([f"dog {label // 2}" for label in noted["labels"].tolist()])
         assert noted["ref_ids"].tolist() == expected
         assert noted["matching_ids"].shape == (8, 0)
 
 
-@pytest.mark.parametrize("flags", [LOSS, []], ids=["our reader", "open_clip's"])
+@pytest.mark.parametrize("flags", [OURS, []], ids=["our reader", "open_clip's"])
 def test_an_epoch_without_a_step_is_an_error(args, flags):
     """64 images in batches of 16 are four batches."""
     flags = flags or ["--train-num-samples", "64"]
@@ -137,7 +142,7 @@ def test_an_epoch_without_a_step_is_an_error(args, flags):
 def test_samples_of_an_epoch_as_open_clip_counts_them(args):
     """64 images in epochs of 20, which are three batches of 8; a pass is not over before every image was read."""
     steps, numbers = Steps(), []
-    train = read(args(*LOSS, "--train-num-samples", "20", "--shuffle-window", "16"), steps)["train"]
+    train = read(args(*OURS, "--train-num-samples", "20", "--shuffle-window", "16"), steps)["train"]
     assert (train.dataloader.num_batches, train.dataloader.num_samples) == (3, 24)
     for epoch in range(3):
         train.set_epoch(epoch)
@@ -149,7 +154,7 @@ def test_samples_of_an_epoch_as_open_clip_counts_them(args):
 def test_batches_as_the_trainer_needs_them(args):
     """Epochs differ, processes share them out, and every image and step is noted."""
     steps, shared = Steps(batches_per_step=3), []
-    train = read(args(*LOSS, "--captions-per-image", "3", "--accum-freq", "3"), steps)["train"]
+    train = read(args(*OURS, "--captions-per-image", "3", "--accum-freq", "3"), steps)["train"]
     assert (train.dataloader.num_batches, train.dataloader.num_samples) == (8, 64)
     assert steps.labels == {}
     epochs = []
@@ -167,7 +172,7 @@ def test_batches_as_the_trainer_needs_them(args):
         epochs.append(torch.cat(seen))
     assert not torch.equal(*epochs)
     for rank in range(2):
-        arguments, steps = args(*LOSS), Steps()
+        arguments, steps = args(*OURS), Steps()
         arguments.rank, arguments.world_size = rank, 2
         train = read(arguments, steps)["train"].dataloader
         assert (train.num_batches, train.num_samples) == (4, 64)
@@ -177,7 +182,7 @@ def test_batches_as_the_trainer_needs_them(args):
 
 def test_unreadable_pictures_are_skipped(args, toy_shards, tmp_path, caplog):
     shutil.copytree(toy_shards, tmp_path, dirs_exist_ok=True)
-    loader = read(args(*LOSS, "--train-data", f"{tmp_path}/toy-train-{{000000..000007}}.tar"))["train"].dataloader
+    loader = read(args(*OURS, "--train-data", f"{tmp_path}/toy-train-{{000000..000007}}.tar"))["train"].dataloader
     shard = tmp_path / "toy-train-000003.tar"
     shard.write_bytes(shard.read_bytes().replace(b"IHDR", b"ihdr"))
     assert len(list(loader)) == 8
@@ -187,9 +192,9 @@ def test_unreadable_pictures_are_skipped(args, toy_shards, tmp_path, caplog):
 def test_pictures_of_too_many_pixels_are_skipped(args):
     """Those of the toy data have 4,096."""
     for split in ("train", "val"):
-        assert len(list(read(args(*LOSS, "--max-image-pixels", "4096"))[split].dataloader)) > 0
+        assert len(list(read(args(*OURS, "--max-image-pixels", "4096"))[split].dataloader)) > 0
         with pytest.raises(UserError, match="the image has 64 x 64 pixels, more than max_image_pixels 4,095"):
-            list(read(args(*LOSS, "--max-image-pixels", "4095"))[split].dataloader)
+            list(read(args(*OURS, "--max-image-pixels", "4095"))[split].dataloader)
 
 
 @pytest.mark.parametrize("opens", [imagehandler("pilrgb"), lambda name, data: Image.open(io.BytesIO(data))])
@@ -235,7 +240,7 @@ def write_recaptioned(file):
 )
 def test_captions_in_other_files_and_fields(args, tmp_path, flags, texts):
     shard = write_recaptioned(tmp_path / "00000.tar")
-    ((images, tokens),) = read(args(*LOSS, "--train-data", shard, "--val-data", "", *flags))["train"].dataloader
+    ((images, tokens),) = read(args(*OURS, "--train-data", shard, "--val-data", "", *flags))["train"].dataloader
     order = images[:, 0, 0, 0].argsort()
     tokens = tokens.unflatten(0, (8, -1))[order].flatten(0, 1)
     assert tokens[:, 1].tolist() == [hash(text) for text in texts]
@@ -244,10 +249,13 @@ def test_captions_in_other_files_and_fields(args, tmp_path, flags, texts):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--caption-fields", "long"], "--caption-fields needs training data, and --loss or --captions-per-image"),
-        (["--no-index"], "--no-index needs training data, and --loss or --captions-per-image"),
         (
-            [*LOSS, "--caption-fields", "long", "--json-text-key", "short"],
+            ["--caption-fields", "long"],
+            "--caption-fields is for our reader: add --train-data and --captions-per-image random",
+        ),
+        (["--no-index"], "--no-index is for our reader: add --train-data and --captions-per-image random"),
+        (
+            [*OURS, "--caption-fields", "long", "--json-text-key", "short"],
             "--caption-fields takes each field for a caption, and --json-text-key one of them; give one flag",
         ),
     ],
@@ -260,13 +268,13 @@ def test_flags_of_reading_that_do_not_fit(args, flags, message):
 @pytest.mark.skipif(hasattr(host_data, "JsonCaptionExtractor"), reason="open_clip 4.x has these flags")
 @pytest.mark.parametrize("flag", ["--json-text-key", "--text-key", "--image-key"])
 def test_flags_of_open_clip_4_are_no_flags_of_the_reader_of_3(args, flag):
-    with pytest.raises(UserError, match=f"{flag} needs training data, and --loss or --captions-per-image"):
+    with pytest.raises(UserError, match=f"{flag} is for our reader: add --train-data and --captions-per-image random"):
         read_splits(args(flag, "other"))
 
 
 def test_indexes_are_kept_unless_a_flag_says_otherwise(args, tmp_path):
     shard = write_recaptioned(tmp_path / "00000.tar")
-    flags = [*LOSS, "--train-data", shard, "--text-key", "caption"]
+    flags = [*OURS, "--train-data", shard, "--text-key", "caption"]
     read_splits(args(*flags, "--no-index"))
     assert not (tmp_path / "__index__").exists()
     read_splits(args(*flags))
@@ -287,7 +295,7 @@ def test_other_data_for_training_and_validation(args, tmp_path, monkeypatch, kin
         (tmp_path / f"{split}.jsonl").write_text("\n".join(rows))
     names = ("train", "val") if kind == "folder" else ("train.jsonl", "val.jsonl")
     flags = ["--train-data", names[0], "--val-data", names[1], "--captions-per-image", "all"]
-    data = read(args(*LOSS, *flags))
+    data = read(args(*OURS, *flags))
     ((images, tokens),) = data["train"].dataloader
     assert (len(images), len(tokens.unique(dim=0))) == (8, 16)
     (batch,) = data["val"].dataloader
@@ -295,7 +303,7 @@ def test_other_data_for_training_and_validation(args, tmp_path, monkeypatch, kin
     assert len(batch.texts) == 16
 
 
-@pytest.mark.parametrize("flags", [LOSS, RANDOM])
+@pytest.mark.parametrize("flags", [OURS, RANDOM])
 def test_the_log_counts_pairs_with_equal_captions(args, tmp_path, caplog, flags):
     """For open_clip's own loss they are negatives."""
     caplog.set_level("INFO")
@@ -304,5 +312,73 @@ def test_the_log_counts_pairs_with_equal_captions(args, tmp_path, caplog, flags)
     rows = [f"{tmp_path}/{number}.png\tdog {number // 2}" for number in range(8)]
     (tmp_path / "table.tsv").write_text("\n".join(["filepath\ttitle", *rows]))
     read(args(*flags, "--train-data", f"{tmp_path}/table.tsv"))
-    meaning = "no negatives" if flags == LOSS else "negatives, because this loss takes no ids"
+    meaning = "no negatives" if flags == OURS else "negatives, because this loss takes no ids"
     assert f"; 14 % of the pairs of images have an equal caption, and are {meaning}" in caplog.text
+
+
+@pytest.mark.parametrize("pad_id", [0, 1, 49406])
+def test_ids_of_tokenized_texts(pad_id):
+    """Texts are equal if their tokens are, whatever their padding; and the order of tokens counts."""
+    texts = [[5, 6, 7], [5, 6], [6, 5, 7], [5, 6, 7, 7], [7], [5, pad_id, 7], [5, 6, 7]]
+    ids = {}
+    for length in (5, 9):
+        padded = torch.tensor([[*text, *[pad_id] * (length - len(text))] for text in texts])
+        ids[length] = token_ids(padded, pad_id).tolist()
+    assert ids[5] == ids[9]
+    assert ids[5][0] == ids[5][-1]
+    assert len(set(ids[5])) == len(texts) - 1
+    assert min(ids[5]) >= 0
+
+
+@pytest.mark.parametrize("accum_freq", [1, 2])
+def test_equal_texts_of_open_clips_reader_have_one_id(args, tmp_path, accum_freq):
+    for number in range(16):
+        Image.new("RGB", (5, 5)).save(tmp_path / f"{number}.png")
+    rows = [f"{tmp_path}/{number}.png\tdog {number // 4}" for number in range(16)]
+    (tmp_path / "table.tsv").write_text("\n".join(["filepath\ttitle", *rows]))
+    steps = Steps(accum_freq)
+    flags = ["--train-data", f"{tmp_path}/table.tsv", "--val-data", "", "--accum-freq", str(accum_freq)]
+    texts = []
+    for batch in read(args(*LOSS, *flags), steps)["train"].dataloader:
+        texts.append(batch[1] if isinstance(batch, tuple | list) else batch["text"])
+        of_step = torch.cat(texts[-accum_freq:]).flatten(1)
+        equal = (of_step[:, None] == of_step[None]).all(dim=2)
+        known = steps.labels
+        assert list(known) == ["ref_ids"]
+        assert torch.equal(known["ref_ids"][:, None] == known["ref_ids"][None], equal)
+
+
+def test_known_positives_behind_open_clips_reader():
+    """The loss and its gradient are those of a loop that leaves pairs of equal texts out."""
+    torch.manual_seed(0)
+    images, texts = (torch.randn(6, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    tokens = torch.tensor([[3, 4], [5, 0], [3, 4], [6, 0], [5, 0], [7, 8]])
+    steps = Steps()
+    steps.batches.append({"ref_ids": token_ids(tokens, 0)})
+    loss = build_loss(loss_options("vlc", {"scale": 20}), steps).double()
+    value = loss(images, texts, torch.tensor(1.0))
+    normalize = torch.nn.functional.normalize
+    similarities = 20 * normalize(images) @ normalize(texts).T
+    expected = 0
+    for row in range(6):
+        kept = [other for other in range(6) if other == row or not torch.equal(tokens[row], tokens[other])]
+        expected += torch.logsumexp(similarities[row, kept], 0) - similarities[row, row]
+        expected += torch.logsumexp(similarities[kept, row], 0) - similarities[row, row]
+    assert torch.isclose(value, expected / 6)
+    for gradient, other in zip(
+        *(torch.autograd.grad(each, (images, texts)) for each in (value, expected / 6)), strict=True
+    ):
+        assert torch.allclose(gradient, other)
+
+
+@pytest.mark.parametrize("flags", [[], LOSS, OURS])
+def test_the_log_says_that_captions_are_not_read(args, tmp_path, caplog, toy_shards, flags):
+    caplog.set_level("INFO")
+    for number in range(8):
+        Image.new("RGB", (5, 5)).save(tmp_path / f"{number}.png")
+    rows = [f"{tmp_path}/{number % 8}.png\tdog {number}" for number in range(16)]
+    (tmp_path / "table.tsv").write_text("\n".join(["filepath\ttitle", *rows]))
+    read(args(*flags, "--train-data", f"{tmp_path}/table.tsv", "--train-num-samples", "8"))
+    train = "table.tsv: images have up to 2 captions, and open_clip reads one at a time: --captions-per-image random"
+    val = "images have up to 5 captions, and open_clip ranks pairs, where other captions of an image are wrong"
+    assert [text in caplog.text for text in (train, val)] == [flags == LOSS] * 2

@@ -53,9 +53,8 @@ def gradients(name, sizes, image_ids, rank=None, local_loss=False):
     own = {"image": slice(start, stop), "text": slice(CAPTIONS * start, CAPTIONS * stop)}
     if image_ids is not None:
         labels = torch.tensor(image_ids[start:stop], dtype=torch.long)
-        steps.batches.append(
-            [labels, torch.arange(CAPTIONS * start, CAPTIONS * stop), labels.new_zeros(len(labels), 0)]
-        )
+        ref_ids, no_ids = torch.arange(CAPTIONS * start, CAPTIONS * stop), labels.new_zeros(len(labels), 0)
+        steps.batches.append({"labels": labels, "ref_ids": ref_ids, "matching_ids": no_ids})
     given = {key: leaf[own[key.partition("_")[0]]] if leaf.ndim else leaf for key, leaf in leaves.items()}
     loss = build_loss(Namespace(**vars(CASES[name]) | {"local_loss": local_loss}), steps).double()
     sum(loss(**given, output_dict=True).values()).backward()

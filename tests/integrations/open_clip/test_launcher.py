@@ -34,6 +34,7 @@ def trained(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     flags = [*TINY, *data, "--epochs", "2", "--accum-freq", "2", "--report-to", "tensorboard,wandb"]
     flags += ["--loss", "unified", "--loss-kwargs", "margin=0.1", "scale=30", "--reducer", "AvgNonZeroReducer"]
+    flags += ["--captions-per-image", "random"]
     finished = run([*LAUNCH, *flags], folder, WANDB_MODE="offline", WANDB_SILENT="true")
     assert finished.returncode == 0
     return folder, finished.stderr + finished.stdout

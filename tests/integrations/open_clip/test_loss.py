@@ -71,7 +71,8 @@ def test_autocast_does_not_reach_losses_of_others():
 
 def steps_of(image_ids, number=0):
     steps, image_ids = Steps(), torch.tensor(image_ids)
-    steps.batches.append([image_ids, image_ids, image_ids.new_zeros(len(image_ids), 0)])
+    no_ids = image_ids.new_zeros(len(image_ids), 0)
+    steps.batches.append({"labels": image_ids, "ref_ids": image_ids, "matching_ids": no_ids})
     steps.number = number
     return steps
 

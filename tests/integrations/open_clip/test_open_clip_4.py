@@ -16,9 +16,10 @@ from vl_plugins.integrations.open_clip.launcher import main
 
 ROOT = Path(__file__).parents[3]
 SETS = ["--loss", "smooth_chamfer", "--head", "set", "--head-kwargs", "num_slots=3", "num_iters=2", "hidden_dim=32"]
+SETS += ["--captions-per-image", "random"]
 # Without weight decay, from which the versions exempt different parameters.
 FLAGS = [*TINY, "--wd", "0"]
-UNIFIED = ["--loss", "unified", "--loss-kwargs", "scale=learned"]
+UNIFIED = ["--loss", "unified", "--loss-kwargs", "scale=learned", "--captions-per-image", "random"]
 TRAININGS = {
     "unified": UNIFIED,
     "accum": ["--loss", "unified", "--accum-freq", "2", "--captions-per-image", "2"],
@@ -27,7 +28,7 @@ TRAININGS = {
     "set-accum": [*SETS, "--accum-freq", "2", "--distance", "match_probability"],
     "no-loss": ["--head", "linear", "--head-kwargs", "dim=24", "--captions-per-image", "first"],
     "compiled": [*UNIFIED, "--torchcompile"],
-    "resumed": ["--loss", "triplet_hn", "--loss-kwargs", "warmup_steps=6"],
+    "resumed": ["--loss", "triplet_hn", "--loss-kwargs", "warmup_steps=6", "--captions-per-image", "random"],
 }
 
 

@@ -114,15 +114,15 @@ FLAGS = {
     f"{LOSS} --head set --distance LpDistance": "embeddings must have the shape .A, D., got",
     "--head set": "--head set needs --loss, such as unified, or smooth_chamfer for sets",
     "--miner BatchHardMiner": "--miner BatchHardMiner needs --loss",
-    "--shuffle-window 5": "--shuffle-window needs training data, and --loss or --captions-per-image",
-    f"{LOSS} --shuffle-window 0": "--shuffle-window: shuffle_window must be an integer >= 1, got 0",
+    f"{LOSS} --shuffle-window 5": "--shuffle-window is for our reader: add --train-data and --captions-per-image",
+    "--captions-per-image first --shuffle-window 0": "--shuffle-window: shuffle_window must be an integer >= 1, got 0",
     "--head linear --head-kwargs dim=0": "--head linear: dim must be an integer >= 1, got 0",
     f"{SETS} --imagenet-val imagenet": "--head set does not support --imagenet-val",
-    f"{SETS} --val-data plain.tar": "--val-data plain.tar: to validate sets, give shards",
+    f"{SETS} --val-data plain.tar": "--head set: open_clip cannot validate sets: add --captions-per-image random",
     "--loss siglip": "learns a scale and a bias, which --loss does not train: use open_clip's --siglip",
     f"{SETS} --loss-kwargs base=siglip": "learns a scale and a bias, which --loss does not train",
     f"{LOSS} --siglip": "--loss does not support --siglip",
-    f"{LOSS} --dataset-resampled": "--dataset-resampled is for open_clip's reader",
+    "--captions-per-image first --dataset-resampled": "--dataset-resampled is for open_clip's reader: remove it, or",
     "--device 3": "--device 3: Invalid device string: '3'",
     "--los unified": "ambiguous option: --los could match",
 }
@@ -164,8 +164,8 @@ FILES |= {
 FILES |= {f"--{flag} no_weights.pt": f"--{flag} no_weights.pt: " for flag in ("pretrained", "resume")}
 # No other data are given.
 DATA = {
-    f"{LOSS} --train-data pipe:cat --dataset-type webdataset": "pipe:cat",
-    f"{LOSS} --train-data missing.tsv": r"cannot read image \d, in missing.tsv: ",
+    "--captions-per-image first --train-data pipe:cat --dataset-type webdataset": "shards do not exist: pipe:cat",
+    "--captions-per-image first --train-data missing.tsv": r"cannot read image \d, in missing.tsv: ",
     f"{LOSS} --train-data columns.tsv": "--train-data columns.tsv: it has no column 'filepath', only 'a', 'b'; ",
     "--train-data plain.tar::no-{0..1}.tar --dataset-type webdataset": "2 of 3 shards do not exist: no-0.tar",
     "--train-data columns.tsv": "--train-data columns.tsv: it has no column 'filepath', only 'a', 'b'; ",
@@ -174,7 +174,8 @@ DATA = {
     "--config pipe_in_list.yaml": "p{i,i}pe:echo code has run' is no local path",
     "--config pipe_in_capitals.yaml": "' PIPE:echo code has run' is no local path",
     "--config url.yaml": "'https://example.invalid/a.tar' is no local path",
-    "--config loss_pipe.yaml": "1 of 1 shards do not exist: pipe:echo code has run",
+    "--config loss_pipe.yaml": "'p{i..i}pe:echo code has run #.tar' is no local path",
+    "--captions-per-image first --config loss_pipe.yaml": "1 of 1 shards do not exist: pipe:echo code has run",
 }
 CASES = [(f"{TRAIN} {flags}", message) for flags, message in (FLAGS | FILES).items()] + list(DATA.items())
 
