@@ -100,7 +100,8 @@ class Steps:
 class TrainingData:
     """Training data as open_clip's trainer takes them, which note the steps and their images.
 
-    They seed all random numbers at the start of each epoch, so that a resumed run repeats them.
+    With our reader, all random numbers are seeded at the start of each epoch, so that a resumed run repeats them. With
+    open_clip's, they go on as without us.
 
     Args:
         data: of either reader; batches of ours are images, texts, labels and ids.
@@ -119,7 +120,7 @@ class TrainingData:
         self.data.set_epoch(epoch)
         if self.is_ours:
             self.data.sampler.set_epoch(epoch)
-        seed_everything(derived_seed(*self.seed, epoch))
+            seed_everything(derived_seed(*self.seed, epoch))
 
     def __iter__(self) -> Iterator[Any]:
         per_step = self.steps.batches_per_step

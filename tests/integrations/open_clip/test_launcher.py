@@ -2,14 +2,16 @@
 
 import pickle
 import re
+from pathlib import Path
 
+import open_clip
 import open_clip_train.main
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.helpers.archives import encode_archive, encode_picture
-from tests.helpers.open_clip_training import LAUNCH, TINY, read_results, run, small_shard_flags
+from tests.helpers.open_clip_training import LAUNCH, TINY, read_checkpoint, read_results, run, small_shard_flags
 from tests.helpers.pictures import EPS, replace_ghostscript
 from vl_plugins.data.sources import read_karpathy
 from vl_plugins.integrations.open_clip import launcher
@@ -89,6 +91,49 @@ def test_without_loss_it_is_stock_open_clip_bit_for_bit(tmp_path, toy_scenes, mo
     for file in ("epoch_1.pt", "results.jsonl"):
         stock, ours = (tmp_path / folder / "logs/run/checkpoints" / file for folder in ("stock", "ours"))
         assert stock.read_bytes() == ours.read_bytes()
+
+
+class InFloat64:
+    """open_clip's models and pictures in float64, in which rounding does not hide a difference."""
+
+    def __init__(self, monkeypatch):
+        self.make = open_clip.create_model_and_transforms
+        for module in (open_clip, open_clip_train.main):
+            monkeypatch.setattr(module, "create_model_and_transforms", self)
+
+    def __call__(self, *arguments, **options):
+        model, *transforms = self.make(*arguments, **options)
+        return model.double(), *(
+            lambda image, transform=transform: transform(image).double() for transform in transforms
+        )
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("float64", 1e-10), ("float32", 1e-5)])
+def test_the_loss_changes_alone(tmp_path, toy_scenes, monkeypatch, precision, tolerance):
+    """VLC with the model's scale is twice open_clip's own loss, so half the rate gives the same weights."""
+    images = [image for image in read_karpathy(toy_scenes / "dataset_toy.json", "coco") if image.split == "train"]
+    rows = [f"{toy_scenes}/{image.file}\t{image.captions[4]}" for image in images[:40]]
+    assert len(set(rows)) == 40, "all captions differ"
+    (tmp_path / "train.tsv").write_text("\n".join(["filepath\ttitle", *rows]))
+    flags = [*TINY, "--train-data", str(tmp_path / "train.tsv"), "--opt", "timm/sgd", "--wd", "0"]
+    if precision == "float64":
+        InFloat64(monkeypatch)
+    weights = {}
+    for name, main, loss, rate in (
+        ("stock", host_main, [], "1e-1"),
+        ("ours", launcher.main, ["--loss", "vlc", "--loss-kwargs", "scale=learned"], "5e-2"),
+    ):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        assert main([*flags, *loss, "--lr", rate]) == 0
+        weights[name] = read_checkpoint(Path())["state_dict"]
+    start = open_clip.create_model("vl-tiny").state_dict()
+    moved = 0.0
+    for name, weight in weights["stock"].items():
+        if weight.is_floating_point():
+            assert (weights["ours"][name] - weight).abs().max() <= tolerance, name
+            moved = max(moved, (weight - start[name]).abs().max().item())
+    assert moved > 1e-2
 
 
 def test_bugs_keep_their_traceback(tmp_path, data, monkeypatch):
