@@ -16,7 +16,7 @@ import torch
 from open_clip_train import data as host_data
 from open_clip_train import main as trainer
 from open_clip_train.data import DataInfo
-from open_clip_train.distributed import is_master
+from open_clip_train.distributed import is_master, world_info_from_env
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -247,6 +247,34 @@ def _check_host_data(split: str, path: str, args: Namespace) -> None:
         check_columns(flag(split), path, pandas.read_csv(path, sep=args.csv_separator, nrows=0).columns, args)
     elif reader is host_data.get_wds_dataset:
         check_shards(flag(split), path)
+        if split == "train_data":
+            _check_counts(path, args)
+
+
+def _check_counts(path: str, args: Namespace) -> None:
+    """Raise ``UserError`` for what open_clip's reader of shards would find wrong after the model is built."""
+    samples = args.train_num_samples
+    if samples is None:
+        try:
+            samples, _ = host_data.get_dataset_size(path)
+        except KeyError as error:
+            raise UserError(
+                f"--train-data {path}: its sizes.json has no number of samples of {error}: add --train-num-samples N"
+            ) from error
+    if not samples:
+        raise UserError(
+            f"--train-data {path}: open_clip does not know how many samples these shards have, because there is no "
+            "sizes.json: add --train-num-samples N, or --captions-per-image first, which reads them by our reader"
+        )
+    shards = len(host_data.expand_urls(path)[0])
+    _, _, world_size = world_info_from_env()
+    workers = args.workers * world_size
+    if not args.dataset_resampled and shards < workers:
+        raise UserError(
+            f"--train-data {path}: open_clip needs a shard for each worker of each process, {workers} in all, and these "
+            f"are {shards}: lower --workers, or add --dataset-resampled, or --captions-per-image first, which reads them "
+            "by our reader"
+        )
 
 
 def _check_flags(args: Namespace, splits: Mapping[str, Collection]) -> None:

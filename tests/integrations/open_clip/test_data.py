@@ -272,6 +272,29 @@ def test_flags_of_open_clip_4_are_no_flags_of_the_reader_of_3(args, flag):
         read_splits(args(flag, "other"))
 
 
+@pytest.mark.parametrize("resampled", [[], ["--dataset-resampled"]])
+def test_counts_that_open_clips_reader_needs(args, tmp_path, resampled):
+    shards = [write_recaptioned(tmp_path / f"{number}.tar") for number in range(2)]
+    flags = ["--train-data", "::".join(shards), "--val-data", "", *resampled]
+    with pytest.raises(
+        UserError, match=r"open_clip does not know how many samples .* add --train-num-samples N, or --cap"
+    ):
+        read_splits(args(*flags))
+    flags += ["--train-num-samples", "8"]
+    read_splits(args(*flags, "--workers", "2"))
+    three = args(*flags, "--workers", "3")
+    if resampled:
+        read_splits(three)
+    else:
+        with pytest.raises(
+            UserError, match="a shard for each worker of each process, 3 in all, and these are 2: lower"
+        ):
+            read_splits(three)
+    (tmp_path / "sizes.json").write_text('{"0.tar": 8}')
+    with pytest.raises(UserError, match=r"sizes.json has no number of samples of '1.tar': add --train-num-samples N"):
+        read_splits(args("--train-data", "::".join(shards), "--val-data", ""))
+
+
 def test_indexes_are_kept_unless_a_flag_says_otherwise(args, tmp_path):
     shard = write_recaptioned(tmp_path / "00000.tar")
     flags = [*OURS, "--train-data", shard, "--text-key", "caption"]
