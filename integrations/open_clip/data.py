@@ -271,9 +271,9 @@ def _check_counts(path: str, args: Namespace) -> None:
     workers = args.workers * world_size
     if not args.dataset_resampled and shards < workers:
         raise UserError(
-            f"--train-data {path}: open_clip needs a shard for each worker of each process, {workers} in all, and these "
-            f"are {shards}: lower --workers, or add --dataset-resampled, or --captions-per-image first, which reads them "
-            "by our reader"
+            f"--train-data {path}: open_clip needs a shard for each worker of each process, {workers} in all, and "
+            f"these are {shards}: lower --workers, or add --dataset-resampled, or --captions-per-image first, which "
+            "reads them by our reader"
         )
 
 

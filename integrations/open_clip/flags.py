@@ -220,6 +220,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     if "--text-key" not in names:  # which open_clip 4.x has
         _add_sample_keys(group)
     group.add_argument(
+        "--validate-first",
+        action="store_true",
+        help="validate before the first step of a new run, too, as epoch 0",
+    )
+    group.add_argument(
         "--allow-other-loss",
         action="store_true",
         help="let --resume continue a run with another loss, miner, reducer, distance or head than it was trained with",

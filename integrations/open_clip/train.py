@@ -7,7 +7,7 @@ replaced in that module while ``main`` runs.
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from open_clip_train.distributed import is_master, world_info_from_env
 from PIL import Image
 from webdataset import autodecode
 
+from vl_plugins.data.randomness import generators_kept
 from vl_plugins.errors import MALFORMED_CONTENT, UserError, user_errors
 from vl_plugins.integrations.loading import OTHER_FORMATS
 from vl_plugins.integrations.open_clip import data, validation
@@ -105,6 +106,25 @@ class _Launch:
             if self.loss.learned_scale:  # for the log and the checkpoint, also where it is the default
                 args.loss_kwargs = {**args.loss_kwargs, "scale": LEARNED}
         self.splits = data.read_splits(args)
+        self.host_get_data = trainer.get_data
+        self.tokenizer: Any = None
+        self.is_validated = False
+
+    def get_data(self, *given: Any, tokenizer: Any = None, **options: Any) -> dict[str, Any]:
+        """Return the data of both readers."""
+        self.tokenizer = tokenizer
+        options |= {"tokenizer": tokenizer, "host_get_data": self.host_get_data}
+        return data.get_data(*given, **options, splits=self.splits, steps=self.steps)
+
+    def validate_and_train(self, train_one_epoch: Callable, model: Any, data: Any, *given: Any, **options: Any) -> None:
+        """Train an epoch, and before the first one validate, as epoch 0."""
+        if not self.is_validated:
+            self.is_validated = True
+            validated = getattr(model, "task", model)  # of 4.x, which gives the state of the training
+            with generators_kept():  # so that the training is as it is without
+                writer = options.get("tb_writer")
+                trainer.evaluate(validated, data, 0, self.args, tb_writer=writer, tokenizer=self.tokenizer)
+        train_one_epoch(model, data, *given, **options)
 
     def replacements(self) -> list[tuple[Any, dict[str, Any]]]:
         """Return the modules and classes whose names are replaced, with what replaces them."""
@@ -112,9 +132,11 @@ class _Launch:
         names: dict[str, Any] = {
             "parse_args": lambda argv: args,
             "create_model_and_transforms": self.create_model,
-            "get_data": partial(data.get_data, host_get_data=trainer.get_data, splits=self.splits, steps=self.steps),
+            "get_data": self.get_data,
             "evaluate": partial(validation.evaluate, host_evaluate=trainer.evaluate),
         }
+        if args.validate_first and self.resumed is None:
+            names["train_one_epoch"] = partial(self.validate_and_train, trainer.train_one_epoch)
         if hasattr(trainer, "pt_load"):  # in 3.x
             names["pt_load"] = self.load
         if loss is not None and hasattr(trainer, "create_task"):  # in 4.x
@@ -203,6 +225,8 @@ def _check(args: Namespace) -> None:
     with user_errors(f"--device {args.device}", RuntimeError):
         torch.device(args.device)
     _check_components(args)
+    if args.validate_first and not (args.train_data and args.val_data):
+        raise UserError("--validate-first needs --train-data and --val-data")
     if args.loss:
         _check_loss(args)
     elif args.captions_per_image not in (None, "first", "random", "1", 1):

@@ -11,7 +11,15 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.helpers.archives import encode_archive, encode_picture
-from tests.helpers.open_clip_training import LAUNCH, TINY, read_checkpoint, read_results, run, small_shard_flags
+from tests.helpers.open_clip_training import (
+    LAUNCH,
+    TINY,
+    assert_equal_nested,
+    read_checkpoint,
+    read_results,
+    run,
+    small_shard_flags,
+)
 from tests.helpers.pictures import EPS, replace_ghostscript
 from vl_plugins.data.sources import read_karpathy
 from vl_plugins.integrations.open_clip import launcher
@@ -134,6 +142,28 @@ def test_the_loss_changes_alone(tmp_path, toy_scenes, monkeypatch, precision, to
             assert (weights["ours"][name] - weight).abs().max() <= tolerance, name
             moved = max(moved, (weight - start[name]).abs().max().item())
     assert moved > 1e-2
+
+
+@pytest.mark.parametrize("reader", [[], ["--captions-per-image", "random"]], ids=["open_clip's", "ours"])
+def test_validation_before_the_first_step(tmp_path, toy_shards, toy_scenes, monkeypatch, reader):
+    """It is that of the model as it starts, and changes nothing of the training."""
+    images = [image for image in read_karpathy(toy_scenes / "dataset_toy.json", "coco") if image.split == "train"]
+    rows = [f"{toy_scenes}/{image.file}\t{image.captions[4]}" for image in images[:20]]
+    (tmp_path / "train.tsv").write_text("\n".join(["filepath\ttitle", *rows]))
+    (tmp_path / "val.tsv").write_text("\n".join(["filepath\ttitle", *rows[:8]]))
+    flags = [*TINY, "--train-data", str(tmp_path / "train.tsv"), "--val-data", str(tmp_path / "val.tsv"), *reader]
+    flags += ["--loss", "unified", "--workers", "0"]
+    results = {}
+    for name, more in (("without", []), ("first", ["--validate-first"]), ("start", ["--validate-first", "--lr", "0"])):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        assert launcher.main([*flags, *more]) == 0
+        results[name] = read_results(Path()), read_checkpoint(Path())["state_dict"]
+    assert [list(rows) for rows, _ in results.values()] == [[1], [0, 1], [0, 1]]
+    assert_equal_nested(results["first"][1], results["without"][1])
+    rows, _ = results["start"]
+    assert {**rows[0], "epoch": 1} == pytest.approx(rows[1])
+    assert results["first"][0][0] == pytest.approx(rows[0])
 
 
 def test_bugs_keep_their_traceback(tmp_path, data, monkeypatch):

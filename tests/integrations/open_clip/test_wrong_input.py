@@ -123,6 +123,7 @@ FLAGS = {
     f"{SETS} --loss-kwargs base=siglip": "learns a scale and a bias, which --loss does not train",
     f"{LOSS} --siglip": "--loss does not support --siglip",
     "--captions-per-image first --dataset-resampled": "--dataset-resampled is for open_clip's reader: remove it, or",
+    "--validate-first": "--validate-first needs --train-data and --val-data",
     "--device 3": "--device 3: Invalid device string: '3'",
     "--los unified": "ambiguous option: --los could match",
 }
