@@ -142,3 +142,36 @@ def test_models(path):
     tokens = open_clip.get_tokenizer(path.stem)(["a red circle left of a blue star"])
     images, texts, _ = model(torch.zeros(1, 3, *model.visual.image_size), tokens)
     assert images.shape == texts.shape
+
+
+ROOT = CONFIGS.parent
+LAUNCH = "vl_plugins.integrations.open_clip"
+
+
+def launches():
+    """Return the commands of the launcher on the pages, in the demo, and in the files of claims and studies."""
+    files = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/guides/*.md")]
+    files += [*ROOT.glob("benchmarks/claims/*.yaml"), *ROOT.glob("benchmarks/studies/*.yaml")]
+    commands = {}
+    for file in files:
+        text = re.sub(r"\\\n(?:[-+] )?\s*", " ", file.read_text())
+        if file.suffix == ".yaml":
+            text = re.sub(r"\n {4,}(?=--)", " ", text)  # lines of a folded text
+        for number, line in enumerate(text.splitlines()):
+            if LAUNCH in line and re.search(r"--(loss|config)\b", line.partition(LAUNCH)[2]):
+                commands[f"{file.name}, {number}: {line.strip()}"] = line.partition(LAUNCH)[2]
+    return commands
+
+
+def test_commands_that_rely_on_several_captions_say_so():
+    """``--loss`` alone leaves the reading to open_clip, which takes one caption of an image."""
+    commands = launches()
+    assert len(commands) > 10
+    for where, command in commands.items():
+        words = command.replace("`", " ").split()
+        files = [CONFIGS / "open_clip" / word for word in words if word.endswith(".yaml")]
+        configured = any("captions-per-image" in file.read_text() for file in files if file.is_file())
+        assert configured or "--captions-per-image" in words, where
+    for path in OPEN_CLIP:
+        options = parse_args(["--config", str(path)])
+        assert options.loss is None or options.captions_per_image is not None, path
