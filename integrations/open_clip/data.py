@@ -282,7 +282,7 @@ def _check_flags(args: Namespace, splits: Mapping[str, Collection]) -> None:
     defaults = vars(parse_args([]))
     given = [name for name in defaults if getattr(args, name, None) != defaults[name]]
     if "train_data" in splits:
-        for name in set(NOT_OURS).intersection(given):
+        for name in filter(given.__contains__, NOT_OURS):
             raise UserError(
                 f"{flag(name)} is for open_clip's reader: remove it, or --captions-per-image, which asks for ours"
             )
@@ -292,8 +292,8 @@ def _check_flags(args: Namespace, splits: Mapping[str, Collection]) -> None:
                     number(name, getattr(args, name), least=1, kind=int)
         return
     host_has_keys = hasattr(host_data, "JsonCaptionExtractor")  # 4.x
-    ours = {*OURS, *(() if host_has_keys else SAMPLE_KEYS)}
-    for name in ours.intersection(given):
+    ours = OURS if host_has_keys else (*OURS, *SAMPLE_KEYS)
+    for name in filter(given.__contains__, ours):
         raise UserError(
             f"{flag(name)} is for our reader: add --train-data and --captions-per-image random, first or all"
         )

@@ -38,9 +38,10 @@ def make_training_loader(config: Config, towers: TwoTowers) -> DataLoader:
             samples_per_epoch=data.samples_per_epoch,
             shuffle_window=data.shuffle_window,
         )
-        collection = dataset.collection
-        equal = collection.describe_equal_captions(are_negatives=config.one_set)
-        logger.info(f"{data.train}: {collection.describe()}; {sampler.describe()}{equal}")
+        if logger.isEnabledFor(logging.INFO):  # in the first process; the captions are sorted for it
+            collection = dataset.collection
+            equal = collection.describe_equal_captions(are_negatives=config.one_set)
+            logger.info(f"{data.train}: {collection.describe()}; {sampler.describe()}{equal}")
         return training_loader(dataset, sampler, workers=data.workers, prefetch_factor=data.prefetch_factor)
 
 

@@ -42,15 +42,12 @@ def _find_shards(arguments: argparse.Namespace) -> list[str]:
     """Return the shards asked for: of a folder all that are there or have an index."""
     from vl_plugins.data.files import join, names
     from vl_plugins.data.index import INDEX_FOLDER
-    from vl_plugins.data.shard_names import SHARDS, expand_shards, shards_in
+    from vl_plugins.data.shard_names import SHARDS, expand_shards
 
     shards: list[str] = []
     for place in arguments.shards:
-        folder, _, name = place.rpartition("/")
-        if "*" in name or "?" in name:
-            shards += shards_in(folder, name, of_one_split=False)
-        elif place.endswith(".tar"):
-            shards += expand_shards(place)
+        if place.endswith(".tar") or "*" in place or "?" in place:
+            shards += expand_shards(place, of_one_split=False)
         else:
             in_folder = set(names(place, SHARDS))
             for index in names(join(place, INDEX_FOLDER), "*.tar.jsonl"):

@@ -104,11 +104,6 @@ def is_blank(text: str) -> bool:
     return not text or (not text.isascii() and all(unicodedata.category(mark) in INVISIBLE for mark in text))
 
 
-def have_lines(text_lines: int, single_texts: int) -> bool:
-    """Return whether lines of texts are captions, if so many texts have several lines, and so many one."""
-    return text_lines > 0 and single_texts == 0
-
-
 def caption_hash(text: str) -> int:
     """Hash the normalized caption to a signed 64-bit integer, which is what the index of a shard has."""
     return hash64(normalize_caption(text).encode())

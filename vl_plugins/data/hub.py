@@ -1,17 +1,16 @@
 """Image-caption data sets of the Hugging Face hub, Parquet files, and local folders of what its library knows."""
 
 import hashlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from vl_plugins.data.caption_table import PLAIN_ID, Columns, label_of
-from vl_plugins.data.captions import have_lines
 from vl_plugins.data.files import read_bytes
 from vl_plugins.data.grouping import Images, KeyedRows, join_rows
-from vl_plugins.data.records import lines_of
+from vl_plugins.data.records import all_have_lines, lines_of
 from vl_plugins.errors import UserError, require, user_errors
 
 # Those of the image before `id`, which may be that of a caption where each row has one.
@@ -20,7 +19,7 @@ FILE_NAME_COLUMNS = ("filename", "file_name")
 ROWS_TOGETHER = 1000
 PICTURES = ("struct<bytes", "struct<path", "binary", "large_binary")  # types of Parquet
 SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` writes
-DATA_SET_FILES = (*SAVED, "*.parquet", "metadata.csv", "metadata.jsonl")
+DATA_SET_FILES = (*SAVED, "metadata.csv", "metadata.jsonl")
 
 
 class HubFiles:
@@ -129,7 +128,7 @@ def _find_columns(columns: Columns, features: Mapping[str, Any]) -> Columns:
 
 def is_data_set(data: str) -> bool:
     """Return whether a folder is one of ``save_to_disk``, of Parquet files, or of images with ``metadata.csv``."""
-    return any(any(Path(data).rglob(pattern)) for pattern in DATA_SET_FILES)
+    return any(path.name in DATA_SET_FILES or path.suffix == ".parquet" for path in Path(data).rglob("*"))
 
 
 def has_pictures(file: str, columns: Columns | None = None) -> bool:
@@ -149,11 +148,8 @@ def _is_pattern(name: str) -> bool:
 
 def _have_lines(splits: Mapping[str, Any]) -> bool:
     """Return whether each text of WebDataset tars has several lines, which are captions then."""
-    texts: Counter[int] = Counter()  # by number of lines
-    for dataset in splits.values():
-        for batch in dataset.select_columns(["txt"]).iter(ROWS_TOGETHER):
-            texts.update(len(lines_of(text or "")) for text in batch["txt"])
-    return have_lines(texts.total() - texts[0] - texts[1], texts[1])
+    batches = (dataset.select_columns(["txt"]).iter(ROWS_TOGETHER) for dataset in splits.values())
+    return all_have_lines(text or "" for batch in chain.from_iterable(batches) for text in batch["txt"])
 
 
 def _rows(splits: Mapping[str, Any], columns: Columns, has_plain_ids: bool) -> KeyedRows:

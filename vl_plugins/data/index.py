@@ -75,14 +75,9 @@ class IndexHead(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def serves(self, rule: CaptionRule, on_error: str) -> bool:
         """Return whether a scan by this rule would find the same; a rule that leaves ``lines`` open takes either."""
-        is_of_other_fields = (self.rule.texts, self.rule.fields, self.rule.first_field) != (
-            rule.texts,
-            rule.fields,
-            rule.first_field,
-        )
         # What a training has left out is an error elsewhere.
         was_kept = not self.sha256 and not self.fingerprint
-        if is_of_other_fields or (was_kept and self.rejected and on_error == "raise"):
+        if self.rule.place() != rule.place() or (was_kept and self.rejected and on_error == "raise"):
             return False
         if self.texts == 0:
             return True
@@ -192,7 +187,7 @@ def _read(file: str, with_records: bool) -> tuple[IndexHead, list[Record]]:
 
 def cached_index_file(shard: str, rule: CaptionRule = DEFAULT_RULE) -> str:
     """Return the location of a shard's index in the user's cache; that of a shard which has changed is another."""
-    facts = [shard, state(shard), rule.texts, rule.fields, rule.first_field, bool(rule.lines)]
+    facts = [shard, state(shard), rule.place(), bool(rule.lines)]
     name = hashlib.sha256(msgspec.json.encode(facts)).hexdigest()
     return join(cache_folder(), f"{name}.jsonl")
 
@@ -231,7 +226,7 @@ def scan_shard(shard: str, on_error: str = "raise", rule: CaptionRule = DEFAULT_
             starts.append(sample.start)
             sizes.append(sample.end - sample.start)
     facts: dict[str, Any] = {"rejected": rejected}
-    rule = msgspec.structs.replace(rule, lines=None, pictures=())
+    rule = rule.place()
     if texts > 0:
         facts |= {"texts": texts, "texts_of_lines": texts_of_lines}
         rule = msgspec.structs.replace(rule, lines=has_lines)

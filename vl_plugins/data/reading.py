@@ -11,10 +11,9 @@ import msgspec
 from tqdm import tqdm
 
 from vl_plugins.data.caption_table import Columns
-from vl_plugins.data.captions import have_lines
 from vl_plugins.data.collection import Collection
 from vl_plugins.data.index import IndexHead, read_head, read_or_keep
-from vl_plugins.data.records import CaptionRule, as_rule
+from vl_plugins.data.records import CaptionRule, as_rule, have_lines
 from vl_plugins.data.shard_names import AT_A_TIME, expand_shards, split_of
 from vl_plugins.data.table_collection import TableCollection, check_exists, is_table
 from vl_plugins.errors import UserError, user_errors
@@ -107,7 +106,7 @@ def _read_head(shard: str, on_error: str, rule: CaptionRule) -> tuple[IndexHead,
 
 
 def _settled(rule: CaptionRule, texts: int, texts_of_lines: int) -> CaptionRule:
-    return msgspec.structs.replace(rule, lines=have_lines(texts_of_lines, texts - texts_of_lines))
+    return msgspec.structs.replace(rule, lines=have_lines(texts, texts_of_lines))
 
 
 def rules_of_splits(shards: Sequence[str], caption_lines: str | CaptionRule = "auto") -> dict[str, CaptionRule]:

@@ -1,7 +1,8 @@
 """The names and captions of an image in a shard, and where they are in the files of other programs."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -53,6 +54,10 @@ class CaptionRule(msgspec.Struct, frozen=True, omit_defaults=True):
     fields: tuple[str, ...] = ()
     first_field: bool = False
     pictures: tuple[str, ...] = ()
+
+    def place(self) -> "CaptionRule":
+        """Return the rule without what an index does not depend on, or tells itself: ``pictures`` and ``lines``."""
+        return msgspec.structs.replace(self, lines=None, pictures=())
 
 
 DEFAULT_RULE = CaptionRule()
@@ -150,6 +155,18 @@ def _text_of(members: Mapping[str, bytes], rule: CaptionRule, errors: str = "str
 def lines_of(text: str) -> list[str]:
     """Return the lines of a text that are not blank."""
     return [line.strip() for line in text.splitlines() if not is_blank(line)]
+
+
+def have_lines(texts: int, texts_of_lines: int) -> bool:
+    """Return whether lines are captions, if there are so many texts, and so many of them have several lines."""
+    return 0 < texts_of_lines == texts
+
+
+def all_have_lines(texts: Iterable[str]) -> bool:
+    """Return whether each line of some texts is a caption; blank texts do not count."""
+    texts_by_lines = Counter(len(lines_of(text)) for text in texts)
+    count = texts_by_lines.total() - texts_by_lines[0]
+    return have_lines(count, count - texts_by_lines[1])
 
 
 def lines_without_list(members: Mapping[str, bytes], rule: CaptionRule) -> int:

@@ -5,7 +5,6 @@ import csv
 import io
 import itertools
 import re
-from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +13,8 @@ from typing import Any, NamedTuple, TextIO
 import fsspec
 import msgspec
 
-from vl_plugins.data.captions import have_lines
 from vl_plugins.data.files import read_bytes
-from vl_plugins.data.records import lines_of
+from vl_plugins.data.records import all_have_lines, lines_of
 from vl_plugins.errors import UserError, require, user_errors
 
 
@@ -201,15 +199,12 @@ def _read_pictures(folder: Path, has_lines: bool | None) -> NamesAndRows:
     captions = {path: text.read_text("utf-8-sig") for path, text in texts.items() if text.is_file()}
     if not captions:
         raise UserError("there is no picture with a .txt of the same name")
-    lines = {path: lines_of(text) for path, text in captions.items()}
     if has_lines is None:
-        texts_by_lines = Counter(map(len, lines.values()))
-        single = texts_by_lines[1]
-        has_lines = have_lines(texts_by_lines.total() - texts_by_lines[0] - single, single)
+        has_lines = all_have_lines(captions.values())
     yield ["image", "caption"]
     for path in pictures:
         name = path.relative_to(folder).as_posix()
         if path not in captions:
             yield TableRow(name, {"image": name}, f"there is no {texts[path].name}")
         else:
-            yield TableRow(name, {"image": name, "caption": lines[path] if has_lines else captions[path]})
+            yield TableRow(name, {"image": name, "caption": lines_of(captions[path]) if has_lines else captions[path]})

@@ -77,13 +77,14 @@ def _pattern_of(shard: str) -> str:
     return join(folder, f"{split}{separator}*.tar")
 
 
-def expand_shards(pattern: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
+def expand_shards(pattern: str | os.PathLike | Sequence[str | os.PathLike], *, of_one_split: bool = True) -> list[str]:
     """Return the shards that a pattern stands for.
 
     Args:
         pattern: a path or URL of fsspec (``s3://``, ``https://``): a folder of the shards of one split; a name with
             ``*``, such as ``shards/coco-train-*.tar``, or with ranges, such as ``coco-train-{000000..000113}.tar``;
             several of them joined by ``::``; or a list of single shards.
+        of_one_split: whether a folder, or a name with ``*``, must not have shards of several splits.
 
     Raises:
         UserError: the pattern is malformed or names no shard, or a folder has shards of several splits; a shard does
@@ -93,7 +94,7 @@ def expand_shards(pattern: str | os.PathLike | Sequence[str | os.PathLike]) -> l
     with user_errors(f"the shard pattern {pattern!r}"):
         if isinstance(pattern, (str, os.PathLike)):
             for place in os.fspath(pattern).split("::"):
-                shards += _shards_of(place)
+                shards += _shards_of(place, of_one_split)
         else:
             shards += [os.fspath(shard) for shard in pattern]
     if not shards or len(set(map(_identity, shards))) < len(shards):
@@ -110,13 +111,13 @@ def expand_shards(pattern: str | os.PathLike | Sequence[str | os.PathLike]) -> l
     return shards
 
 
-def _shards_of(place: str) -> list[str]:
+def _shards_of(place: str, of_one_split: bool) -> list[str]:
     """Return the shards of a folder, of a name with ``*``, or of a name with braces."""
     folder, name = posixpath.split(place)
     if "*" in name or "?" in name:
-        return shards_in(folder, name)
+        return shards_in(folder, name, of_one_split=of_one_split)
     if place and not place.endswith(".tar") and is_folder(place):
-        return shards_in(place)
+        return shards_in(place, of_one_split=of_one_split)
     return list(filter(None, expand_braces(place)))
 
 

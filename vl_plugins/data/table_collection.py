@@ -21,6 +21,7 @@ from vl_plugins.data.hub import has_pictures, is_data_set, read_hugging_face
 from vl_plugins.data.index import IndexHead, make_head
 from vl_plugins.data.records import DEFAULT_RULE, CaptionRule, Record, record_of
 from vl_plugins.data.rows import read_rows
+from vl_plugins.data.shard_names import SHARDS
 from vl_plugins.data.writer import FileFolder
 from vl_plugins.errors import UserError
 
@@ -37,7 +38,7 @@ def is_table(data: Any) -> bool:
     if not isinstance(data, (str, os.PathLike)):
         return False
     if os.path.isdir(data):
-        return not names(data, "[!.]*.tar")
+        return not names(data, SHARDS)
     suffix = Path(data).suffix.lower()
     if os.path.isfile(data) and suffix not in (".tar", *TABLES):
         raise UserError(f"{os.fspath(data)}: it cannot be read; what can be: {READABLE}")
@@ -74,10 +75,10 @@ def read_local(
         UserError: the data cannot be read.
     """
     root = Path.cwd().anchor  # paths lead anywhere, as in open_clip
-    if is_data_set(data) or (data.endswith(".parquet") and has_pictures(data, columns)):
-        return read_hugging_face(data, columns, image_root=root)
     if is_picture_folder(data):
         return read_table(data, columns, has_lines=has_lines), FileFolder(data)
+    if is_data_set(data) or (data.endswith(".parquet") and has_pictures(data, columns)):
+        return read_hugging_face(data, columns, image_root=root)
     if os.path.isdir(data):
         raise UserError(f"{data}: it cannot be read; what can be: {READABLE}")
     images = read_table(data, columns, image_root=root, folder=os.getcwd(), delimiter=delimiter)
