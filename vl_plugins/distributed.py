@@ -17,6 +17,7 @@ The outermost loss gathers, and what it calls does not.
 """
 
 import contextlib
+import ctypes
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -465,9 +466,15 @@ def first_label(rank: int) -> int:
 def stop_processes() -> None:
     """Destroy the process group if there is one.
 
-    gloo's threads free what they have sent only later, and need the GIL for that. Before pytorch/pytorch#154976 (June
-    2025), destroying the group waited for these threads while it held the GIL: a deadlock. So they get time to finish.
+    gloo's threads free what they have sent only later, and need the GIL for that, so they get time to do so. Before
+    torch 2.8 (pytorch/pytorch#154976), the destructor of a group waits for these threads while it holds the GIL: on a
+    busy machine a deadlock. There the groups are destroyed for torch, but a reference that nobody drops keeps them in
+    memory until the process ends.
     """
-    if distributed.is_initialized():
-        time.sleep(SECONDS_FOR_THREADS)
-        distributed.destroy_process_group()
+    if not distributed.is_initialized():
+        return
+    time.sleep(SECONDS_FOR_THREADS)
+    if torch.__version__ < "2.8":
+        for group in distributed.distributed_c10d._world.pg_map:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    distributed.destroy_process_group()

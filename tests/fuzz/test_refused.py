@@ -34,9 +34,11 @@ COMMANDS = [
     (OURS, f"encode logs/new {PICTURES}::soft.tar {ENCODE}", "or one more than once"),
     (OURS, f"encode logs/new {PICTURES}::hard.tar {ENCODE}", "or one more than once"),
     (OURS, f"encode logs/new/checkpoints/flipped.pt {PICTURES} {ENCODE}", "flipped.pt: it is damaged"),
-    (OURS, f"encode logs/new {PICTURES} {ENCODE.replace('workers 0', 'workers 1')}", "DataLoader worker"),
-    (LAUNCH, f"{SETS}_later --workers 1", "DataLoader worker"),
-    (TRAIN_TOWERS, "--config pml.yaml --device cpu --set data.workers=1", "DataLoader worker"),
+]
+WITH_WORKERS = [
+    (OURS, f"encode logs/new {PICTURES} {ENCODE.replace('workers 0', 'workers 1')}"),
+    (LAUNCH, f"{SETS}_later --workers 1"),
+    (TRAIN_TOWERS, "--config pml.yaml --device cpu --set data.workers=1"),
 ]
 
 
@@ -72,8 +74,19 @@ def folder(whole):
     ("module", "command", "texts"), [(module, command, texts) for module, command, *texts in COMMANDS]
 )
 def test_one_line_and_little_memory(module, command, texts, folder, run):
-    finished = run(folder, module, command, **({"KILL_WORKERS": "1"} if "DataLoader worker" in texts else {}))
-    assert finished.status == 2, finished
-    (line,) = (line for line in finished.error.splitlines() if ": error: " in line)
+    finished = run(folder, module, command)
+    line = the_error(finished)
     assert all(text in line for text in texts), line
     assert finished.megabytes < 100
+
+
+@pytest.mark.parametrize(("module", "command"), WITH_WORKERS)
+def test_dead_workers_in_one_line(module, command, folder, run):
+    assert "DataLoader worker" in the_error(run(folder, module, command, KILL_WORKERS="1"))
+
+
+def the_error(finished):
+    """Return the only line of an error with status 2."""
+    assert finished.status == 2, finished
+    (line,) = (line for line in finished.error.splitlines() if ": error: " in line)
+    return line
