@@ -19,7 +19,7 @@ from vl_plugins.integrations.loading import AUTOCAST, INPUTS, find_checkpoint, l
 from vl_plugins.retrieval.features import Features, describe_similarity
 from vl_plugins.retrieval.protocols import evaluate
 
-__all__ = ["encode_checkpoint", "hash_shards", "validate"]
+__all__ = ["encode_batches", "encode_checkpoint", "hash_shards", "retrieval_metrics", "validate"]
 
 
 def encode_checkpoint(
@@ -64,7 +64,7 @@ def encode_checkpoint(
     # None shows the bar in a terminal only.
     bar = tqdm(batches, desc=f"encoding {file}", unit="batch", disable=True if rank else None)
     with user_errors(f"checkpoint {file}", *MALFORMED_CONTENT):  # its model and tokenizer may not fit together
-        encoded = _encode_batches(loaded, bar, device, precision)
+        encoded = encode_batches(loaded, bar, device, precision)
     encoded = _gather_batches(encoded)
     if rank:
         return None
@@ -108,20 +108,26 @@ def validate(
     Raises:
         UserError: the data cannot be read, or an embedding is not a finite unit vector.
     """
-    encoded = _encode_batches(model, batches, device, precision)
-    if gather:
-        encoded = _gather_batches(encoded)
-        if world_size() > 1 and dist.get_rank() > 0:
-            return {}
+    encoded = encode_batches(model, batches, device, precision, gather=gather)
+    return retrieval_metrics(model, encoded) if encoded else {}
+
+
+def retrieval_metrics(model: nn.Module, encoded: Sequence[EvaluationBatch]) -> dict[str, float]:
+    """Return the metrics of :func:`validate` of the batches of :func:`encode_batches`, in any order."""
     # On the CPU, because open_clip lets GPUs round products to TF32, which moves ranks.
     return evaluate([_features(model, encoded, {})]).metrics["plain"]
 
 
 @torch.inference_mode()
-def _encode_batches(
-    model: Any, batches: Iterable[EvaluationBatch], device: Any, precision: str
+def encode_batches(
+    model: Any, batches: Iterable[EvaluationBatch], device: Any, precision: str, *, gather: bool = False
 ) -> list[EvaluationBatch]:
-    """Return the batches with embeddings, in float32 on the CPU, in place of images and texts."""
+    """Return the batches with embeddings, in float32 on the CPU, in place of images and texts.
+
+    Args:
+        model, batches, device, precision, gather: of :func:`validate`; with ``gather``, the first process returns the
+            batches of all, and the others return none.
+    """
     encoded, autocast = [], AUTOCAST.get(precision)
     for batch in batches:
         with torch.autocast(torch.device(device).type, autocast, enabled=autocast is not None):
@@ -129,7 +135,7 @@ def _encode_batches(
             images = model.encode_image(images, normalize=True)
             texts = model.encode_text(batch.texts.to(device=device, non_blocking=True), normalize=True)
         encoded.append(batch._replace(images=images.float().cpu(), texts=texts.float().cpu()))
-    return encoded
+    return _gather_batches(encoded) if gather else encoded
 
 
 def _gather_batches(encoded: list[EvaluationBatch]) -> list[EvaluationBatch]:

@@ -20,6 +20,7 @@ from typing import Any
 from vl_plugins.errors import UserError, number, one_of, unknown_name, user_errors
 
 __all__ = [
+    "check_options",
     "check_registered",
     "create",
     "create_loss",
@@ -137,6 +138,14 @@ def _constructed(factory: Any, options: dict[str, Any]) -> Any:
     own = {name: value for name, value in options.items() if name != "warmup_steps"}
     steps = number("warmup_steps", options.get("warmup_steps", 0), least=0, kind=int)
     return factory.warmed_up(steps, **own) if steps else factory(**own)
+
+
+def check_options(kind: str, name: str, options: Mapping[str, Any]) -> None:
+    """Raise ``UserError`` for an unknown component, or for an option that it does not have, before it is made."""
+    factory = find(kind, name, imports=True)
+    reason = wrong_option(factory, options, factory, kind)
+    if reason is not None:
+        raise UserError(f"{kind} {name!r}: {reason}")
 
 
 def wrong_option(factory: Any, options: Mapping[str, Any], valid_options: Any, kind: str = "loss") -> str | None:

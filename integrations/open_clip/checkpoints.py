@@ -10,7 +10,7 @@ from unittest import mock
 
 import open_clip
 import torch
-from open_clip import factory
+from open_clip.convert import convert_state_dict
 from safetensors.torch import load_file
 from torch import nn
 
@@ -28,6 +28,8 @@ FORCED = ("force_quick_gelu", "force_custom_text", "force_image_size", "force_co
 PREPROCESSING = ("image_mean", "image_std", "image_interpolation", "image_resize_mode")
 MODEL_OPTIONS = ("model", "model_config", "pretrained", "siglip", "head", "head_kwargs", *FORCED, *PREPROCESSING)
 
+LOGIT_BIAS = -10.0  # which the weights of a file replace; what counts is that the model has one
+
 # Version 0.2 wrote into the weights of a model with heads what it is made of, and these options, of which one value is
 # left.
 FORMER = "_extra_state"
@@ -36,8 +38,12 @@ FORMER_OPTIONS = {"slots": "learned", "update": "residual", "attention": "slots"
 
 def made_with(args: Namespace, loss: Any) -> dict[str, Any]:
     """Return what a checkpoint has to hold so that :func:`load_open_clip` can make its model."""
-    similarity = describe_similarity(loss.loss.distance, parameters=False) if args.head == "set" else {}
-    return {name: getattr(args, name) for name in MODEL_OPTIONS} | similarity
+    options = {name: getattr(args, name) for name in MODEL_OPTIONS}
+    if loss is not None and "bias" in loss.of_model:
+        options["init_logit_bias"] = LOGIT_BIAS
+    if args.head == "set":
+        options |= describe_similarity(loss.loss.distance, parameters=False)
+    return options
 
 
 def read_checkpoint(file: str | Path) -> Any:
@@ -54,16 +60,28 @@ def _renamed(content: Any) -> Any:
 
 
 def load_weights(model: nn.Module, file: str | Path, content: Any) -> None:
-    """Load the content of a file into a model, with or without heads, as open_clip does, but resize no weight."""
-    weights = {} if content is None else content.get("state_dict", content)
-    weights = {name.removeprefix("module."): weight for name, weight in weights.items()}
-    # Numbers of sharded models are (1,), others ().
-    numbers = {name: parameter for name, parameter in model.named_parameters() if parameter.numel() == 1}
-    weights |= {name: weights[name].reshape(number.shape) for name, number in numbers.items() if name in weights}
-    replaced: dict[str, Any] = {"load_state_dict": lambda *_, **__: weights}
-    replaced |= dict.fromkeys(("resize_pos_embed", "resize_text_pos_embed"), lambda *_, **__: None)
-    with mock.patch.multiple(factory, **replaced):
+    """Load the weights of a file into a model, with or without heads; those of another size are an error.
+
+    Args:
+        content: of the file; None of one in big_vision's format.
+    """
+    if content is None:
         open_clip.load_checkpoint(model, str(file))
+        return
+    weights = {}
+    for name, weight in content.get("state_dict", content).items():
+        weights[name.removeprefix("module.")] = weight
+    # Of files that other programs, or older versions of open_clip, wrote.
+    weights = convert_state_dict(model, weights)
+    if "positional_embedding" in weights and not hasattr(model, "positional_embedding"):
+        weights = open_clip.model.convert_to_custom_text_state_dict(weights)
+    weights.pop("text.transformer.embeddings.position_ids", None)
+    if "logit_bias" not in weights and getattr(model, "logit_bias", None) is not None:
+        weights["logit_bias"] = torch.zeros(())  # as open_clip fills it in
+    for name, number in model.named_parameters():
+        if number.numel() == 1 and name in weights:  # of sharded models (1,), of others ()
+            weights[name] = weights[name].reshape(number.shape)
+    model.load_state_dict(weights)
 
 
 def load_open_clip(
@@ -104,7 +122,7 @@ def _load_file(file: Path, content: Any, model: str | None, model_config: str | 
     name = _model_name(file, model, recorded)
     options = {option: recorded.get(option) for option in (*FORCED, "init_logit_bias")}
     if recorded.get("siglip"):
-        options["init_logit_bias"] = -10  # as open_clip's trainer; what counts is that there is one
+        options["init_logit_bias"] = LOGIT_BIAS
     preprocessing = open_clip.get_pretrained_cfg(name, recorded.get("pretrained") or "")
     options |= {o: recorded.get(o) or preprocessing.get(o.removeprefix("image_")) for o in PREPROCESSING}
     options = {option: value for option, value in options.items() if value is not None}

@@ -5,20 +5,15 @@ import itertools
 import logging
 import os
 from argparse import Namespace
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from typing import Any
 
-import numpy as np
 import pandas
-import torch
 from open_clip_train import data as host_data
-from open_clip_train import main as trainer
 from open_clip_train.data import DataInfo
 from open_clip_train.distributed import is_master, world_info_from_env
-from torch import Tensor
-from torch.nn.functional import pad
 
 from vl_plugins.data import (
     CaptionRule,
@@ -31,16 +26,16 @@ from vl_plugins.data import (
     read_collection,
     training_loader,
 )
-from vl_plugins.data.captions import LARGEST_ID
 from vl_plugins.data.index import find_index
-from vl_plugins.data.randomness import derived_seed, random_words, seed_everything
+from vl_plugins.data.randomness import derived_seed, seed_everything
 from vl_plugins.data.records import LINES
 from vl_plugins.data.rows import read_rows
 from vl_plugins.data.shard_names import expand_braces
 from vl_plugins.data.table_collection import TableCollection, check_exists
 from vl_plugins.errors import UserError, number, user_errors
 from vl_plugins.integrations.open_clip.flags import IMAGE_KEY, NOT_OURS, OURS, SAMPLE_KEYS, flag, parse_args
-from vl_plugins.numerics import NO_ID
+from vl_plugins.integrations.open_clip.host import READS_SAMPLE_KEYS, batch_of, steps_between_logs, texts_of
+from vl_plugins.integrations.open_clip.steps import Steps, pad_id_of, token_ids
 
 ROWS_COUNTED = 100_000  # of a table, to find out whether images have several captions
 # What open_clip does with several captions of an image.
@@ -51,50 +46,7 @@ READ_BY_HOST = {
 # What our batches have after images and texts.
 KNOWN = ("labels", "ref_ids", "matching_ids")
 
-__all__ = ["Steps", "get_data", "read_splits"]
-
-
-class Steps:
-    """The current training step and its images, which open_clip does not pass to its loss.
-
-    Args:
-        batches_per_step: open_clip's ``--accum-freq``.
-
-    Attributes:
-        number: of the step, from 0, over all epochs.
-        batches: what is known of each batch of the step, by the names under which losses take it.
-    """
-
-    def __init__(self, batches_per_step: int = 1):
-        self.number = 0
-        self.batches: deque[dict[str, Tensor]] = deque(maxlen=batches_per_step)
-        self.batches_per_step = batches_per_step
-        self._step_of_passes = -1
-        self._passes = 0
-
-    @property
-    def labels(self) -> dict[str, Tensor]:
-        """The ``labels`` (B,), ``ref_ids`` and ``matching_ids`` of the step's images, as far as they are known."""
-        known: dict[str, Tensor] = {}
-        for name in self.batches[0] if self.batches else ():
-            of_batches = [batch[name] for batch in self.batches]
-            if name == "matching_ids":
-                longest = max(ids.shape[1] for ids in of_batches)
-                of_batches = [pad(ids, (0, longest - ids.shape[1]), value=NO_ID) for ids in of_batches]
-            known[name] = torch.cat(of_batches)
-        return known
-
-    def count_pass(self) -> bool:
-        """Count a call of the loss; return whether it is the last one of the step.
-
-        open_clip calls the loss ``batches_per_step`` times in a step, each time with the gradients of one batch.
-        """
-        if self.batches_per_step == 1:
-            return True
-        if self._step_of_passes != self.number:
-            self._step_of_passes, self._passes = self.number, 0
-        self._passes += 1
-        return self._passes % self.batches_per_step == 0
+__all__ = ["get_data", "read_splits"]
 
 
 class TrainingData:
@@ -108,10 +60,14 @@ class TrainingData:
         steps: where to note them.
         seed: of the process.
         pad_id: token that open_clip's reader fills up texts with, which gives ids of its texts; None for no ids.
+        log_every: after how many steps, and after the last, open_clip logs the loss.
     """
 
-    def __init__(self, data: DataInfo, steps: Steps, seed: tuple[int, ...], pad_id: int | None = None):
+    def __init__(
+        self, data: DataInfo, steps: Steps, seed: tuple[int, ...], pad_id: int | None = None, log_every: int = 1
+    ):
         self.data, self.steps, self.seed, self.epoch, self.pad_id = data, steps, seed, 0, pad_id
+        self.log_every = log_every
         self.dataloader, self.is_ours = self, isinstance(data.sampler, CaptionSampler)
         self.num_batches, self.num_samples = data.dataloader.num_batches, data.dataloader.num_samples
 
@@ -124,34 +80,19 @@ class TrainingData:
 
     def __iter__(self) -> Iterator[Any]:
         per_step = self.steps.batches_per_step
+        steps_per_epoch = self.num_batches // per_step
         self.steps.batches.clear()
         for index, batch in enumerate(read_batches("--train-data", self.data.dataloader)):
-            self.steps.number = self.epoch * (self.num_batches // per_step) + index // per_step
+            step = index // per_step
+            self.steps.number = self.epoch * steps_per_epoch + step
+            self.steps.is_logged = step % self.log_every == 0 or step == steps_per_epoch - 1
             if self.is_ours:
                 images, texts, *labels = batch
                 self.steps.batches.append(dict(zip(KNOWN, labels, strict=True)))
-                # A task of open_clip 4.x takes a mapping.
-                batch = {"image": images, "text": texts} if hasattr(trainer, "create_task") else (images, texts)
+                batch = batch_of(images, texts)
             elif self.pad_id is not None:
-                texts = batch["text"] if isinstance(batch, Mapping) else batch[1]
-                self.steps.batches.append({"ref_ids": token_ids(texts, self.pad_id)})
+                self.steps.batches.append({"ref_ids": token_ids(texts_of(batch), self.pad_id)})
             yield batch
-
-
-def token_ids(texts: Tensor, pad_id: int) -> Tensor:
-    """Return ids of tokenized texts (B, L), (B,) int64: equal for equal texts, however long their padding is."""
-    tokens = texts.numpy()
-    is_padding = np.logical_and.accumulate(tokens[:, ::-1] == pad_id, axis=1)[:, ::-1]
-    words = random_words(tokens.astype(np.uint64), np.arange(tokens.shape[1])[None])
-    words[is_padding] = 0
-    sums = words.sum(axis=1, dtype=np.uint64) & np.uint64(LARGEST_ID)
-    return torch.from_numpy(sums.astype(np.int64))
-
-
-def pad_id_of(tokenizer: Any) -> int:
-    """Return the token that a tokenizer of open_clip fills up texts with."""
-    pad_id = getattr(getattr(tokenizer, "tokenizer", None), "pad_token_id", None)
-    return 0 if pad_id is None else pad_id
 
 
 def check_columns(option: str, file: str, names: Iterable[str], args: Namespace) -> None:
@@ -291,8 +232,7 @@ def _check_flags(args: Namespace, splits: Mapping[str, Collection]) -> None:
                 with user_errors(flag(name)):
                     number(name, getattr(args, name), least=1, kind=int)
         return
-    host_has_keys = hasattr(host_data, "JsonCaptionExtractor")  # 4.x
-    ours = OURS if host_has_keys else (*OURS, *SAMPLE_KEYS)
+    ours = OURS if READS_SAMPLE_KEYS else (*OURS, *SAMPLE_KEYS)
     for name in filter(given.__contains__, ours):
         raise UserError(
             f"{flag(name)} is for our reader: add --train-data and --captions-per-image random, first or all"
@@ -353,10 +293,13 @@ def get_data(
     if "train" in data and ("train_data" in splits or args.loss):
         has_texts = args.loss and args.dataset_type != "synthetic"  # whose texts are all equal
         pad_id = pad_id_of(tokenizer) if has_texts else None
-        data["train"] = TrainingData(data["train"], steps, (args.seed, args.rank), pad_id)
+        log_every = steps_between_logs(args)
+        data["train"] = TrainingData(data["train"], steps, (args.seed, args.rank), pad_id, log_every)
     if "val_data" in splits:
         dataset = ShardDataset(splits["val_data"], preprocess_fns[1], tokenizer, max_image_pixels=args.max_image_pixels)
-        loader = evaluation_loader(dataset, args.batch_size, workers=args.workers)
+        # FSDP's processes encode together, so all encode everything.
+        shared = {} if getattr(args, "fsdp", False) else {"rank": args.rank, "world_size": args.world_size}
+        loader = evaluation_loader(dataset, args.batch_size, workers=args.workers, **shared)
         loader.num_samples = len(dataset)  # for wandb
         data["val"] = DataInfo(loader)
     return data

@@ -178,6 +178,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{kind}", metavar="NAME", choices=choices, help=text)
         group.add_argument(f"--{kind}-kwargs", action=KeyValues, help=f"options of the {kind}: {options}")
     group.add_argument(
+        "--head-lr",
+        type=float,
+        metavar="RATE",
+        help="learning rate of the heads and of the loss's own parameters (default: that of --lr)",
+    )
+    group.add_argument(
         "--captions-per-image",
         metavar="{random,first,all,N}",
         help="read the data by our reader, with so many captions of each image in a batch; with --loss, all are "

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from vl_plugins.errors import exit_status
 from vl_plugins.integrations.open_clip.flags import parse_args
+from vl_plugins.registry import check_options
 
 __all__ = ["main"]
 
@@ -15,6 +16,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     args = parse_args(argv)
+    if args.loss is not None:
+        check_options("loss", args.loss, args.loss_kwargs)
     # After the errors of flags, because it imports torch, which takes seconds.
     from vl_plugins.integrations.open_clip.train import train
 

@@ -5,7 +5,9 @@ replaced in that module while ``main`` runs.
 """
 
 import logging
+import math
 import os
+import shlex
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -25,13 +27,15 @@ from webdataset import autodecode
 from vl_plugins.data.randomness import generators_kept
 from vl_plugins.errors import MALFORMED_CONTENT, UserError, user_errors
 from vl_plugins.integrations.loading import OTHER_FORMATS
-from vl_plugins.integrations.open_clip import data, validation
+from vl_plugins.integrations.open_clip import data, host, validation
 from vl_plugins.integrations.open_clip.checkpoints import load_weights, made_with, read_checkpoint
 from vl_plugins.integrations.open_clip.flags import EXCLUDED, KINDS, flag
 from vl_plugins.integrations.open_clip.heads import add_heads
+from vl_plugins.integrations.open_clip.host import Replacement
 from vl_plugins.integrations.open_clip.loss import LEARNED, build_loss
 from vl_plugins.integrations.open_clip.models import add_model_config, check_model, has_schema
 from vl_plugins.integrations.open_clip.pictures import image_opener
+from vl_plugins.integrations.open_clip.rates import split_groups
 from vl_plugins.integrations.open_clip.resume import (
     ResumedRun,
     check_fits,
@@ -40,9 +44,8 @@ from vl_plugins.integrations.open_clip.resume import (
     read_resumed_run,
     settings_of,
 )
-
-if hasattr(trainer, "create_task"):
-    from open_clip.task import CLIPTask
+from vl_plugins.integrations.open_clip.steps import Steps
+from vl_plugins.integrations.open_clip.trained_loss import attach_loss, joined_checkpoint, separated_checkpoint
 
 __all__ = ["train"]
 
@@ -56,7 +59,10 @@ OTHER_OUTPUTS = {
 # Files in shards that webdataset would unpickle, which could run code; here they stay bytes.
 PICKLES = ("pickle", "pyd")
 
-save, pt_load = torch.save, file_utils.pt_load
+# What the SigLIP loss starts from, as open_clip's --siglip does (Zhai et al. 2023).
+SIGLIP_SCALE, SIGLIP_BIAS = 10.0, -10.0
+
+pt_load = file_utils.pt_load
 
 
 def train(args: Namespace) -> int:
@@ -77,13 +83,21 @@ def train(args: Namespace) -> int:
         notes.append(
             "--allow-duplicate-captions has no effect: a caption of several images of a batch is a negative of none"
         )
+    if args.loss and args.local_loss:
+        notes.append("--local-loss has no effect: each process compares its own rows where the loss allows it")
     _check(args)
     launch = _Launch(args, resumed, notes)
     with ExitStack() as patches:
-        for target, names in launch.replacements():
-            patches.enter_context(mock.patch.multiple(target, **names))
+        for replacement in launch.replacements():
+            patches.enter_context(mock.patch.object(*replacement))
         patches.enter_context(mock.patch.dict(autodecode.decoders, dict.fromkeys(PICKLES, bytes)))
-        return 2 if trainer.main([]) else 0
+        if trainer.main([]):
+            return 2
+    if args.train_data and getattr(args, "save_logs", False):
+        run = shlex.quote(os.path.join(args.logs, args.name))
+        shards = shlex.quote(args.val_data) if args.val_data else "SHARDS"
+        logging.info(f"To evaluate the last epoch: vl-plugins evaluate --checkpoint {run} --shards {shards}")
+    return 0
 
 
 class _Launch:
@@ -97,18 +111,38 @@ class _Launch:
 
     def __init__(self, args: Namespace, resumed: ResumedRun | None, notes: Sequence[str]):
         self.args, self.resumed, self.notes = args, resumed, notes
-        self.steps = data.Steps(args.accum_freq)
+        self.steps = Steps(args.accum_freq)
         self.loss: Any = None
         self.model: Any = None
         if args.loss is not None:
             with user_errors(f"--loss {args.loss}"):
                 self.loss = build_loss(args, self.steps)
-            if self.loss.learned_scale:  # for the log and the checkpoint, also where it is the default
-                args.loss_kwargs = {**args.loss_kwargs, "scale": LEARNED}
+            self.loss.has_scaler = host.has_scaler(args)
+            for number in self.loss.of_model:  # for the log and the checkpoint, also where it is the default
+                args.loss_kwargs = {**args.loss_kwargs, number: LEARNED}
         self.splits = data.read_splits(args)
+        self.check_classes()
         self.host_get_data = trainer.get_data
         self.tokenizer: Any = None
         self.is_validated = False
+
+    def check_classes(self) -> None:
+        """Raise ``UserError`` if a loss with weights of classes, such as proxies, has none for some images."""
+        args = self.args
+        classes = args.loss_kwargs.get("num_classes")
+        if classes is None or not args.train_data:
+            return
+        if "train_data" not in self.splits:
+            raise UserError(
+                f"--loss {args.loss} takes images for classes, which our reader numbers: add --captions-per-image "
+                "random"
+            )
+        images = len(self.splits["train_data"])
+        if classes < images:
+            raise UserError(
+                f"--loss-kwargs num_classes={classes}: each of the {images:,} images of --train-data is a class: "
+                f"num_classes={images}"
+            )
 
     def get_data(self, *given: Any, tokenizer: Any = None, **options: Any) -> dict[str, Any]:
         """Return the data of both readers."""
@@ -126,46 +160,44 @@ class _Launch:
                 trainer.evaluate(validated, data, 0, self.args, tb_writer=writer, tokenizer=self.tokenizer)
         train_one_epoch(model, data, *given, **options)
 
-    def replacements(self) -> list[tuple[Any, dict[str, Any]]]:
-        """Return the modules and classes whose names are replaced, with what replaces them."""
-        args, loss = self.args, self.loss
-        names: dict[str, Any] = {
-            "parse_args": lambda argv: args,
-            "create_model_and_transforms": self.create_model,
-            "get_data": self.get_data,
-            "evaluate": partial(validation.evaluate, host_evaluate=trainer.evaluate),
-        }
-        if args.validate_first and self.resumed is None:
-            names["train_one_epoch"] = partial(self.validate_and_train, trainer.train_one_epoch)
-        if hasattr(trainer, "pt_load"):  # in 3.x
-            names["pt_load"] = self.load
-        if loss is not None and hasattr(trainer, "create_task"):  # in 4.x
-            names["create_task"] = lambda args, model, **options: CLIPTask(model, loss=loss)
-        elif loss is not None:
-            names["create_loss"] = lambda args: loss
+    def replacements(self) -> list[Replacement]:
+        """Return what is replaced while the trainer runs."""
+        args = self.args
 
         def load_optimizer_state(optimizer: Any, state: Any) -> None:
             load_optimizer(optimizer, state, subject=f"--resume {args.resume}")
 
-        return [
-            (trainer, names),
-            (file_utils, {"pt_load": self.load}),
-            (torch, {"save": self.save}),
-            (torch.optim.Optimizer, {"load_state_dict": load_optimizer_state}),
-            (torch.nn.parallel, {"DistributedDataParallel": _DataParallel}),
-            (Image, {"open": image_opener(args.max_image_pixels)}),
+        replacements = [
+            Replacement(trainer, "parse_args", lambda argv: args),
+            Replacement(trainer, "create_model_and_transforms", self.create_model),
+            Replacement(trainer, "get_data", self.get_data),
+            Replacement(trainer, "evaluate", partial(validation.evaluate, host_evaluate=trainer.evaluate)),
+            *host.reading_replacements(self.load),
+            host.saving_replacement(self.save),
+            host.data_parallel(),
+            Replacement(torch.optim.Optimizer, "load_state_dict", load_optimizer_state),
+            Replacement(Image, "open", image_opener(args.max_image_pixels)),
         ]
+        if args.validate_first and self.resumed is None:
+            train_one_epoch = partial(self.validate_and_train, trainer.train_one_epoch)
+            replacements.append(Replacement(trainer, "train_one_epoch", train_one_epoch))
+        if self.loss is not None:
+            replacements.append(host.loss_replacement(self.loss))
+        if args.head_lr is not None:
+            replacements += host.optimizer_replacements(self.split_groups)
+        return replacements
+
+    def split_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the heads and the loss the rate of ``--head-lr``."""
+        split_groups(optimizer, self.model, self.args.head_lr / self.args.lr)
 
     def create_model(self, name: str, pretrained: str | None, **options: Any) -> tuple[Any, ...]:
-        """Return what open_clip makes, with heads on the model if ``--head`` asks for them."""
+        """Return what open_clip makes, with the heads of ``--head`` and the loss's parameters as parts of the model."""
         args, loss = self.args, self.loss
-        if loss is not None:
-            compared = "its own images and texts with those" if loss.compares_own_rows else "the images and texts"
-            logging.info(f"Training with the loss of vl_plugins: {args.loss}; {describe_settings(args)}")
-            logging.info(f"Each process compares {compared} of all processes")
-        if is_master(args):
-            for note in self.notes:
-                logging.warning(note)
+        self.log_settings()
+        has_bias = loss is not None and "bias" in loss.of_model
+        if has_bias:
+            options |= {"init_logit_scale": math.log(SIGLIP_SCALE), "init_logit_bias": SIGLIP_BIAS}
         subject = f"--pretrained {pretrained}" if pretrained else f"--model {name}"
         if args.aug_cfg:
             subject += f" or --aug-cfg {args.aug_cfg}"
@@ -183,16 +215,58 @@ class _Launch:
                 model = add_heads(model, args.head, args.head_kwargs, similarity)
             if has_heads:
                 load_weights(model, file, content)
+        if has_bias and model.logit_bias.item() == 0:  # which open_clip fills in where the weights have none
+            torch.nn.init.constant_(model.logit_bias, SIGLIP_BIAS)
+            torch.nn.init.constant_(model.logit_scale, math.log(SIGLIP_SCALE))
+            logging.info(
+                f"The weights have no logit bias: it starts at {SIGLIP_BIAS:g}, and the scale at {SIGLIP_SCALE:g}"
+            )
         if self.model is None:  # a second one is the teacher of a distillation
             self.model = model
+            self.attach_loss()
         return model, *transforms
+
+    def log_settings(self) -> None:
+        """Log what is trained by which settings, and the notes."""
+        loss = self.loss
+        if loss is not None:
+            compared = "its own images and texts with those" if loss.compares_own_rows else "the images and texts"
+            logging.info(f"Training with the loss of vl_plugins: {self.args.loss}; {describe_settings(self.args)}")
+            logging.info(f"Each process compares {compared} of all processes")
+            if loss.one_set:
+                logging.info("Images and texts are compared as one set, where equal captions of images are negatives")
+        if is_master(self.args):
+            for note in self.notes:
+                logging.warning(note)
+
+    def attach_loss(self) -> None:
+        """Make the loss a part of the model, if it has parameters of its own."""
+        args = self.args
+        has_parameters = self.loss is not None and next(self.loss.parameters(), None) is not None
+        for name in ("torchscript", "trace"):
+            if has_parameters and getattr(args, name, False):
+                raise UserError(f"--loss {args.loss} has trained parameters, which {flag(name)} does not support")
+        embedding_size = args.loss_kwargs.get("embedding_size")
+        if embedding_size is not None and not args.head:
+            width = open_clip.get_model_config(args.model)["embed_dim"]
+            if embedding_size != width:
+                raise UserError(
+                    f"--loss-kwargs embedding_size={embedding_size}: embeddings of {args.model} have {width} numbers: "
+                    f"embedding_size={width}"
+                )
+        count = attach_loss(self.model, self.loss.loss) if has_parameters else 0
+        if count:
+            logging.info(f"Training {count:,} parameters of the loss, at the rate of --head-lr if it is given")
+        elif args.head_lr is not None and not args.head:
+            raise UserError("--head-lr is the rate of heads and of a loss's parameters: add --head, or remove it")
 
     def load(self, file: str, map_location: Any = "cpu") -> Any:
         """Read the checkpoint of ``--resume``, in place of open_clip's ``pt_load``."""
         if "://" in file:
-            return pt_load(file, map_location)
+            return joined_checkpoint(pt_load(file, map_location))
         is_read = self.resumed is not None and self.resumed.file == file
         content = self.resumed.content if is_read else read_checkpoint(file)  # type: ignore[union-attr]
+        content = joined_checkpoint(content)
         check_fits(file, content, self.model)
         return content
 
@@ -202,15 +276,17 @@ class _Launch:
         A checkpoint also says what made the model, and what trained it.
         """
         if not isinstance(f, (str, os.PathLike)):
-            save(obj, f, *given, **options)
+            torch.save(obj, f, *given, **options)
             return
-        if isinstance(obj, dict) and "epoch" in obj and (self.args.loss or self.args.head):
-            obj = {**obj, "args": made_with(self.args, self.loss) | settings_of(self.args)}
+        if isinstance(obj, dict) and "epoch" in obj:
+            obj = separated_checkpoint(obj)
+            if self.args.loss or self.args.head:
+                obj["args"] = made_with(self.args, self.loss) | settings_of(self.args)
         file = Path(os.path.realpath(f))  # a link stays, and the file that it names is replaced
         partial_file = file.parent / ".partial" / Path(f).name  # torch writes the name into the file
         with user_errors(f"cannot write {f}", RuntimeError):  # torch raises one if the disk is full
             partial_file.parent.mkdir(exist_ok=True)
-            save(obj, partial_file, *given, **options)
+            torch.save(obj, partial_file, *given, **options)
             os.replace(partial_file, file)
             with suppress(OSError):  # a killed process left another file
                 partial_file.parent.rmdir()
@@ -267,11 +343,3 @@ def _check_loss(args: Namespace) -> None:
         raise UserError(
             f"--loss {args.loss} compares images, and there is only one: raise --batch-size, now 1, or --accum-freq"
         )
-
-
-class _DataParallel(torch.nn.parallel.DistributedDataParallel):
-    """``DistributedDataParallel(model, device_ids=[device])``, as open_clip writes it, with the CPU as device too."""
-
-    def __init__(self, module: Any, device_ids: Any = None, **options: Any):
-        on_cpu = device_ids is not None and all(torch.device(device).type == "cpu" for device in device_ids)
-        super().__init__(module, device_ids=None if on_cpu else device_ids, **options)

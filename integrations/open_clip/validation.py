@@ -1,24 +1,28 @@
 """Validation during training: image-text retrieval over all captions, in open_clip's own reports."""
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
+import torch
+from open_clip.loss import ClipLoss
 from open_clip_train import train
 
-from vl_plugins.data import ShardDataset, read_batches
-from vl_plugins.integrations.encoding import validate
+from vl_plugins.data import EvaluationBatch, ShardDataset, read_batches
+from vl_plugins.integrations.encoding import encode_batches, retrieval_metrics
+from vl_plugins.integrations.open_clip.host import ZERO_SHOT, trained_model
 
 __all__ = ["evaluate"]
-
-ZERO_SHOT = "zero_shot_eval_all" if hasattr(train, "zero_shot_eval_all") else "zero_shot_eval"  # of 4.x, of 3.x
 
 
 def evaluate(
     model: Any, data: Mapping[str, Any], epoch: int, args: Namespace, *, host_evaluate: Callable, **options: Any
 ) -> dict[str, float]:
     """Evaluate in place of open_clip's ``evaluate``, which reports our metrics with those of its zero-shot evaluation.
+
+    All processes encode their share of our data. Without ``--loss``, vectors also have open_clip's ``clip_val_loss``,
+    of images with their first captions. Without ``--captions-per-image``, nothing is changed.
 
     Args:
         model, data, epoch, args, options: as open_clip gives them; a task in 4.x in place of the model.
@@ -27,20 +31,57 @@ def evaluate(
     Raises:
         UserError: the data cannot be read, or an embedding is not finite.
     """
-    if "val" not in data or not isinstance(getattr(data["val"].dataloader, "dataset", None), ShardDataset):
+    if args.captions_per_image is None or "val" not in data:
         return host_evaluate(model, data, epoch, args, **options)
+    if not isinstance(getattr(data["val"].dataloader, "dataset", None), ShardDataset):
+        with mock.patch.object(train, "get_clip_metrics", _with_rsum(train.get_clip_metrics)):
+            return host_evaluate(model, data, epoch, args, **options)
+    metrics: dict[str, float] = {}
+    if args.val_frequency and (epoch % args.val_frequency == 0 or epoch == args.epochs):
+        metrics = {**_validate(trained_model(model), data["val"].dataloader, args), "epoch": epoch}
     host_zero_shot = getattr(train, ZERO_SHOT)
 
     def zero_shot_and_retrieval(*given: Any, **more: Any) -> dict[str, float]:
-        metrics = host_zero_shot(*given, **more)
-        if not args.val_frequency or (epoch % args.val_frequency and epoch != args.epochs):
-            return metrics
-        unwrapped = model.get_trainable_module() if hasattr(model, "get_trainable_module") else model
-        unwrapped = getattr(unwrapped, "module", unwrapped)
-        batches = read_batches("--val-data", data["val"].dataloader)
-        found = validate(unwrapped, batches, args.device, args.precision)
-        return {**metrics, **found, "epoch": epoch}
+        return {**host_zero_shot(*given, **more), **metrics}
 
-    rest = {name: split for name, split in data.items() if name != "val"}
+    splits = dict(data)
+    del splits["val"]
     with mock.patch.object(train, ZERO_SHOT, zero_shot_and_retrieval):
-        return host_evaluate(model, rest, epoch, args, **options)
+        return host_evaluate(model, splits, epoch, args, **options)
+
+
+def _validate(model: Any, loader: Any, args: Namespace) -> dict[str, float]:
+    """Return the metrics of this process's and all other processes' batches; {} in all processes but the first."""
+    model.eval()
+    batches = read_batches("--val-data", loader)
+    # FSDP's processes encode together, so all encode everything.
+    gather = not getattr(args, "fsdp", False)
+    encoded = encode_batches(model, batches, args.device, args.precision, gather=gather)
+    if not encoded:
+        return {}
+    metrics = retrieval_metrics(model, encoded)
+    if not args.loss and encoded[0].images.ndim == 2:
+        metrics["clip_val_loss"] = clip_loss(encoded, model.logit_scale.detach().float().cpu().exp())
+    return metrics
+
+
+def clip_loss(encoded: Sequence[EvaluationBatch], logit_scale: torch.Tensor) -> float:
+    """Return the mean over images of ``ClipLoss`` of batches, each image with its first caption."""
+    losses = []
+    for batch in encoded:
+        captions = batch.image_of_caption.tolist()
+        first_captions = [captions.index(image) for image in range(len(batch.images))]
+        losses.append(ClipLoss()(batch.images, batch.texts[first_captions], logit_scale) * len(batch.images))
+    images = sum(len(batch.images) for batch in encoded)
+    return (torch.stack(losses).sum() / images).item()
+
+
+def _with_rsum(host_metrics: Callable) -> Callable:
+    """Let open_clip's metrics have the sum of their six recalls, in percent."""
+
+    def metrics_with_rsum(*given: Any, **options: Any) -> dict[str, float]:
+        metrics = host_metrics(*given, **options)
+        recalls = [metrics[f"{way}_R@{k}"] for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)]
+        return {**metrics, "rsum": 100 * float(sum(recalls))}
+
+    return metrics_with_rsum

@@ -11,6 +11,8 @@ All are 0-D tensors on the device, for the anchors' direction, computed without 
 They are NaN in a call with a miner's choice, which records none. In several processes each one records its own.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,9 +22,34 @@ from vl_plugins import engine
 from vl_plugins.engine import Comparison
 from vl_plugins.losses.matrix import Call, hardest, matrix_of, summary_of_negatives
 
-__all__ = ["STATISTICS", "forget_statistics", "record_statistics"]
+__all__ = ["STATISTICS", "collected_statistics", "forget_statistics", "record_statistics"]
 
 STATISTICS = ("mean_positive", "mean_negative", "active_pairs", "scale_in_use", "known_positives_left_out")
+
+
+@contextlib.contextmanager
+def collected_statistics(loss: torch.nn.Module, is_collected: bool = True) -> Iterator[dict[str, Tensor]]:
+    """Yield a dict that holds, after the block, the statistics of the loss's call in the block, by their names.
+
+    It stays empty with ``is_collected`` False, and for a loss that records none. Of a warm-up, they are those of the
+    loss that was called.
+    """
+    statistics: dict[str, Tensor] = {}
+    recording = []
+    losses: Any = loss.modules() if is_collected else ()
+    for module in losses:
+        if hasattr(module, "margin_in_use"):  # a PairLoss
+            recording.append((module, module.collect_stats))
+            module.collect_stats = True
+    try:
+        yield statistics
+        for module, _ in recording:
+            if hasattr(module, "mean_positive") and not module.mean_positive.isnan():
+                for name in STATISTICS:
+                    statistics[name] = getattr(module, name)
+    finally:
+        for module, was_collecting in recording:
+            module.collect_stats = was_collecting
 
 
 def forget_statistics(loss: Any) -> None:

@@ -19,9 +19,10 @@ from tests.helpers.pictures import EPS, replace_ghostscript
 from vl_plugins.data import content_ids
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip import pictures
-from vl_plugins.integrations.open_clip.data import Steps, get_data, read_splits, token_ids
+from vl_plugins.integrations.open_clip.data import get_data, read_splits
 from vl_plugins.integrations.open_clip.flags import parse_args
 from vl_plugins.integrations.open_clip.loss import build_loss
+from vl_plugins.integrations.open_clip.steps import Steps, token_ids
 
 LOSS, RANDOM = ["--loss", "unified"], ["--captions-per-image", "random"]
 OURS = [*LOSS, *RANDOM]

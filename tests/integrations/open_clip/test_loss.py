@@ -1,9 +1,11 @@
 """The loss in open_clip's place; its gradients in several processes are in test_distributed.py."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
-from open_clip.loss import ClipLoss
+from open_clip.loss import ClipLoss, SigLipLoss
 from pytorch_metric_learning import losses as pml_losses
 from torch._dynamo.utils import counters
 
@@ -12,8 +14,8 @@ from tests.helpers.processes import in_processes
 from vl_plugins import create_loss
 from vl_plugins.distances import MatchProbability, SmoothChamferSimilarity
 from vl_plugins.errors import UserError
-from vl_plugins.integrations.open_clip.data import Steps
 from vl_plugins.integrations.open_clip.loss import build_loss
+from vl_plugins.integrations.open_clip.steps import Steps
 
 B, D, K = 6, 16, 4
 SETS = loss_options("smooth_chamfer", loss_kwargs={"mmd_weight": 0.3, "diversity_weight": 0.2}, head="set")
@@ -23,7 +25,7 @@ def labels(captions=1, images=B):
     return torch.arange(images).repeat_interleave(captions)
 
 
-def outputs(captions=1, images=B, sets=False):
+def outputs(captions=1, images=B, sets=False, bias=None):
     """Return leaves by the names of open_clip's outputs, float64."""
     generator = torch.Generator().manual_seed(0)
     found = {}
@@ -32,7 +34,10 @@ def outputs(captions=1, images=B, sets=False):
         found[f"{tower}_features"] = F.normalize(drawn, dim=-1).requires_grad_()
         if sets:
             found[f"{tower}_slots"] = drawn.requires_grad_()
-    return {**found, "logit_scale": torch.tensor(14.0, dtype=torch.float64, requires_grad=True)}
+    numbers = {"logit_scale": 14.0} if bias is None else {"logit_scale": 14.0, "logit_bias": bias}
+    for name, number in numbers.items():
+        found[name] = torch.tensor(number, dtype=torch.float64, requires_grad=True)
+    return found
 
 
 def test_equals_the_metric_loss_with_images_as_labels():
@@ -56,6 +61,75 @@ def test_vlc_with_the_learned_scale_is_twice_open_clips_loss(options):
     gradients = torch.autograd.grad(learned, leaves.values(), retain_graph=True)
     assert all(gradient.any() for gradient in gradients)
     torch.testing.assert_close(gradients, torch.autograd.grad(expected, leaves.values()))
+
+
+def test_siglip_is_open_clips_loss():
+    """With the model's scale and bias, by default."""
+    leaves = outputs(bias=-3.0)
+    given = {key: F.normalize(leaf, dim=1) if leaf.ndim else leaf for key, leaf in leaves.items()}
+    actual, expected = build_loss(loss_options("siglip"))(**given), SigLipLoss()(**given)
+    torch.testing.assert_close(actual, expected)
+    gradients = torch.autograd.grad(expected, leaves.values(), retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(actual, leaves.values()), gradients)
+    fixed = build_loss(loss_options("siglip", {"scale": 10, "bias": -10}))
+    assert not fixed.of_model
+    assert not torch.autograd.grad(fixed(**outputs(bias=-3.0) | leaves), leaves["logit_bias"])[0].any()
+
+
+def test_a_logged_step_has_statistics_that_are_not_added_up():
+    given, steps = outputs(captions=2), Steps()
+    steps.batches.append({"ref_ids": torch.tensor([0, 1, 2, 0, *range(4, 12)])})
+    loss = build_loss(loss_options("unified", {"margin": 0.1}), steps)
+    losses = loss(**given, output_dict=True)
+    assert list(losses) == ["unified_loss"]
+    steps.is_logged = True
+    logged = loss(**given, output_dict=True)
+    assert sum(logged.values()) == losses["unified_loss"]
+    similarities = given["image_features"] @ given["text_features"].T
+    positive = similarities[labels(captions=2), torch.arange(2 * B)]
+    torch.testing.assert_close(logged["mean_positive"], positive.mean())
+    assert logged["scale_in_use"] == 14
+    # The first image has a text that equals one of the second, and the other way around.
+    torch.testing.assert_close(logged["known_positives_left_out"].item(), 2 / (B * 2 * B))
+    assert 0 < logged["active_pairs"] <= 1
+    assert not hasattr(loss.loss, "collect_stats") or not loss.loss.collect_stats
+    assert list(build_loss(loss_options("NTXentLoss"), steps)(**given, output_dict=True)) == ["NTXentLoss_loss"]
+    mined = build_loss(loss_options("unified", miner="MultiSimilarityMiner"), steps)
+    assert list(mined(**given, output_dict=True)) == ["unified_loss"]
+
+
+def test_a_grad_scaler_leaves_out_steps_without_a_finite_loss(caplog):
+    """Up to nine in a row; the scaler is torch's own, on the CPU."""
+    image, text, scale = (tensor.detach() for tensor in outputs().values())
+    tower, steps = torch.nn.Linear(D, D, dtype=torch.float64), Steps(2)
+    loss = build_loss(loss_options("vlc"), steps)
+    loss.has_scaler = True
+    weights, errors = [], []
+    optimizer = torch.optim.SGD(tower.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu") if hasattr(torch.amp, "GradScaler") else None
+    for step in (*range(9), *range(10, 20)):
+        steps.number = step
+        try:
+            for _ in range(2):  # two passes of a step
+                value = loss(tower(image + (torch.nan if step != 4 else 0)), text, scale)
+        except UserError as error:
+            errors.append((step, str(error)))
+            break
+        if scaler is not None:
+            optimizer.zero_grad()
+            scaler.scale(value).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        weights.append(tower.weight.detach().clone())
+    assert errors == [(19, "step 19: the loss is nan, as in the 9 steps before")]
+    assert loss.skipped_steps == [0, 1, 2, 3, 5, 6, 7, 8, *range(10, 20)]
+    warnings = [record.message for record in caplog.records]
+    assert warnings[4].endswith(
+        "step 5: the loss is nan, so the GradScaler leaves the step out; 5 were left out so far"
+    )
+    if scaler is not None:
+        changes = [not torch.equal(*pair) for pair in pairwise([tower.weight * torch.nan, *weights])]
+        assert changes[1:] == [step == 4 for step in range(1, 9)] + [False] * 9
 
 
 def test_autocast_does_not_reach_losses_of_others():
@@ -116,17 +190,21 @@ def test_regularization_is_of_the_slots():
     [
         loss_options("unified", {"scale": "learned"}),
         loss_options("vlc", {"scale": 20}, head="set", distance="match_probability"),
+        loss_options("siglip"),
+        loss_options("unified", {"learn_scale": True}),
+        loss_options("MarginLoss", {"learn_beta": True, "beta": 0.5, "margin": 1.0}),
     ],
-    ids=["scale", "similarity"],
+    ids=["scale", "similarity", "scale and bias", "own scale", "beta"],
 )
 def test_accumulation_gives_the_gradients_of_the_whole_batch(options):
     """open_clip computes the loss once for each part of the batch, with the graph of that part alone."""
     parts, size = 3, B // 3
-    whole = outputs(sets=options.head == "set")
+    bias = -3.0 if options.loss == "siglip" else None
+    whole = outputs(sets=options.head == "set", bias=bias)
     expected_loss = build_loss(options)
     value = expected_loss(**whole)
     value.backward()
-    leaves = outputs(sets=options.head == "set")
+    leaves = outputs(sets=options.head == "set", bias=bias)
     steps = Steps(parts)
     loss = build_loss(options, steps)
     for step in range(2):  # as training goes on
@@ -134,7 +212,7 @@ def test_accumulation_gives_the_gradients_of_the_whole_batch(options):
         for leaf in (*leaves.values(), *loss.parameters()):
             leaf.grad = None
         for part in range(parts):
-            inputs = {"logit_scale": leaves["logit_scale"]}
+            inputs = {name: leaf for name, leaf in leaves.items() if not leaf.ndim}
             for name, leaf in leaves.items():
                 if leaf.ndim:
                     rows = list(leaf.detach().split(size))
@@ -147,13 +225,15 @@ def test_accumulation_gives_the_gradients_of_the_whole_batch(options):
         for leaf, expected in (*zip(leaves.values(), whole.values(), strict=True), *compared):
             torch.testing.assert_close(leaf.grad, expected.grad)
         trained = [*expected_loss.parameters()] or [whole["logit_scale"]]
+        if "bias" in expected_loss.of_model:
+            trained.append(whole["logit_bias"])
         assert all(parameter.grad.any() for parameter in trained)
 
 
 def error_of_a_process(rank):
     """Return the error when an image feature of the second process is NaN."""
     image, text, scale = (tensor.detach() for tensor in outputs().values())
-    loss = build_loss(loss_options("vlc", local_loss=True), steps_of(range(B * rank, B * rank + B), number=103))
+    loss = build_loss(loss_options("vlc"), steps_of(range(B * rank, B * rank + B), number=103))
     assert loss(image, text, scale).isfinite()
     image[2] += torch.nan if rank == 1 else 0
     with pytest.raises(UserError) as raised:

@@ -43,6 +43,7 @@ def setting(tmp_path):
     batches.append(EvaluationBatch(torch.tensor([2.0]), torch.arange(4, 6), owners[:2], 2))
     args = Namespace(device="cpu", precision="fp32", rank=0, local_rank=0, val_frequency=2, epochs=5, save_logs=True)
     args.wandb, args.checkpoint_path, args.zeroshot_frequency = False, str(tmp_path), 0
+    args.captions_per_image, args.loss = "random", None
     return model, {"val": DataInfo(batches)}, args
 
 

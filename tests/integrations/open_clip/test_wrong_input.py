@@ -99,12 +99,17 @@ def folder(toy_shards, tmp_path_factory):
 
 
 LOSS, SETS = "--loss unified", "--loss smooth_chamfer --head set"
+PROXIES = "--loss ProxyAnchorLoss --loss-kwargs embedding_size=8"
 TRAIN = "--train-data toy-train-{000000..000001}.tar"
 RUN = f"{TRAIN} {LOSS}"
 FLAGS = {
     "--loss unifed": "unknown loss 'unifed' (did you mean 'unified'?)",
     "--loss no_such_module:Loss": "loss 'no_such_module:Loss': No module named 'no_such_module'",
-    "--loss ProxyAnchorLoss --loss-kwargs num_classes=4 embedding_size=8": "has trainable parameters",
+    f"{PROXIES} num_classes=16": "images for classes, which our reader numbers: add --captions-per-image random",
+    f"{PROXIES} num_classes=4 --captions-per-image all": "each of the 16 images of --train-data is a class",
+    f"{PROXIES} num_classes=16 --captions-per-image 1": "=8: embeddings of vl-tiny have 128 numbers: embeddi",
+    f"{LOSS} --loss-kwargs learn_scale=True --torchscript": "has trained parameters, which --torchscript does not",
+    f"{LOSS} --head-lr 1e-2": "--head-lr is the rate of heads and of a loss's parameters: add --head, or remove it",
     f"{LOSS} --loss-kwargs margin": "argument --loss-kwargs: expected key=value, got 'margin'",
     f"{LOSS} --loss-kwargs scale=0": "--loss unified: scale must be ",
     "--loss triplet_hn --loss-kwargs scale=learned": "has no scale; losses that have one: siglip, unified, vlc",
@@ -119,8 +124,6 @@ FLAGS = {
     "--head linear --head-kwargs dim=0": "--head linear: dim must be an integer >= 1, got 0",
     f"{SETS} --imagenet-val imagenet": "--head set does not support --imagenet-val",
     f"{SETS} --val-data plain.tar": "--head set: open_clip cannot validate sets: add --captions-per-image random",
-    "--loss siglip": "learns a scale and a bias, which --loss does not train: use open_clip's --siglip",
-    f"{SETS} --loss-kwargs base=siglip": "learns a scale and a bias, which --loss does not train",
     f"{LOSS} --siglip": "--loss does not support --siglip",
     "--captions-per-image first --dataset-resampled": "--dataset-resampled is for open_clip's reader: remove it, or",
     "--validate-first": "--validate-first needs --train-data and --val-data",

@@ -1,0 +1,148 @@
+"""What differs between the trainers of open_clip 3.x and 4.x, and what stands in for their parts in this package.
+
+In 3.x the trainer calls a model, and then a loss, and batches are pairs. In 4.x it calls a task, which has both, with
+batches that are mappings. Its modules import functions by name, so a replacement is put into the module that calls it.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import timm.optim
+import torch
+from open_clip_train import data as host_data
+from open_clip_train import file_utils, scheduler, train
+from open_clip_train import main as trainer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__ = [
+    "READS_SAMPLE_KEYS",
+    "ZERO_SHOT",
+    "Replacement",
+    "batch_of",
+    "data_parallel",
+    "has_scaler",
+    "loss_replacement",
+    "optimizer_replacements",
+    "reading_replacements",
+    "saving_replacement",
+    "steps_between_logs",
+    "texts_of",
+    "trained_model",
+]
+
+HAS_TASKS = hasattr(trainer, "create_task")
+if HAS_TASKS:
+    from open_clip.task import CLIPTask
+
+READS_SAMPLE_KEYS = hasattr(host_data, "JsonCaptionExtractor")
+"""Whether open_clip's own reader has ``--text-key``, ``--json-text-key`` and ``--image-key``."""
+
+ZERO_SHOT = "zero_shot_eval_all" if hasattr(train, "zero_shot_eval_all") else "zero_shot_eval"
+"""The function of ``open_clip_train.train`` that makes the first metrics of a validation."""
+
+
+class Replacement(NamedTuple):
+    """A name in a module or class, and what replaces it while the trainer runs."""
+
+    module: Any
+    name: str
+    value: Any
+
+
+def batch_of(images: Tensor, texts: Tensor) -> Any:
+    """Return a batch as the trainer takes it."""
+    return {"image": images, "text": texts} if HAS_TASKS else (images, texts)
+
+
+def texts_of(batch: Any) -> Tensor:
+    """Return the token rows of a batch of open_clip's reader."""
+    return batch["text"] if isinstance(batch, Mapping) else batch[1]
+
+
+def trained_model(model: Any) -> nn.Module:
+    """Return the model in a task or in a wrapper of data parallelism; of a task with averaged weights, those."""
+    if hasattr(model, "get_trainable_module"):
+        model = model.get_trainable_module()
+    return getattr(model, "module", model)
+
+
+def steps_between_logs(args: Namespace) -> int:
+    """Return after how many steps the trainer reads the losses."""
+    return max(1, getattr(args, "log_metric_every_n_steps", args.log_every_n_steps))
+
+
+def has_scaler(args: Namespace) -> bool:
+    """Return whether the trainer scales losses by a GradScaler."""
+    if getattr(args, "fsdp", False):
+        return args.precision in ("amp", "fp16", "pure_fp16")
+    is_disabled = torch.device(args.device).type == "cpu" and torch.__version__ < "2.3"
+    return args.precision == "amp" and not is_disabled
+
+
+def loss_replacement(loss: nn.Module) -> Replacement:
+    """Let the trainer take a loss in place of its own."""
+    if not HAS_TASKS:
+        return Replacement(trainer, "create_loss", lambda args: loss)
+    return Replacement(trainer, "create_task", lambda args, model, **options: CLIPTask(model, loss=loss))
+
+
+def reading_replacements(read: Callable[..., Any]) -> list[Replacement]:
+    """Let the trainer read the checkpoint of ``--resume`` by ``read(file, map_location)``."""
+    replacements = [Replacement(file_utils, "pt_load", read)]
+    if hasattr(trainer, "pt_load"):
+        replacements.append(Replacement(trainer, "pt_load", read))
+    return replacements
+
+
+def saving_replacement(save: Callable[..., None]) -> Replacement:
+    """Let the trainer, and nothing else, save checkpoints by ``save`` in place of ``torch.save``."""
+    return Replacement(trainer, "torch", _TorchOfTrainer(save))
+
+
+class _TorchOfTrainer:
+    """The module ``torch`` with another ``save``."""
+
+    def __init__(self, save: Callable[..., None]):
+        self.save = save
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def optimizer_replacements(split: Callable[[Optimizer], None]) -> list[Replacement]:
+    """Let ``split`` change the groups of each new optimizer; the factor ``lr_scale`` of a group is kept in training."""
+
+    def and_split(create: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
+        def create_and_split(*given: Any, **options: Any) -> Optimizer:
+            optimizer = create(*given, **options)
+            split(optimizer)
+            return optimizer
+
+        return create_and_split
+
+    if HAS_TASKS:
+        return [Replacement(trainer, "create_optimizer", and_split(trainer.create_optimizer))]
+    return [
+        Replacement(trainer, "optim", Namespace(AdamW=and_split(torch.optim.AdamW))),
+        Replacement(timm.optim, "create_optimizer_v2", and_split(timm.optim.create_optimizer_v2)),
+        Replacement(scheduler, "assign_learning_rate", _assign_learning_rate),
+    ]
+
+
+def _assign_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    """Do what the function of 4.x does; that of 3.x gives all groups the same rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("lr_scale", 1.0)
+
+
+def data_parallel() -> Replacement:
+    """Let ``DistributedDataParallel(model, device_ids=[device])``, as open_clip writes it, take the CPU, too."""
+    return Replacement(torch.nn.parallel, "DistributedDataParallel", _DataParallel)
+
+
+class _DataParallel(torch.nn.parallel.DistributedDataParallel):
+    def __init__(self, module: Any, device_ids: Any = None, **options: Any):
+        on_cpu = device_ids is not None and all(torch.device(device).type == "cpu" for device in device_ids)
+        super().__init__(module, device_ids=None if on_cpu else device_ids, **options)
