@@ -115,7 +115,8 @@ class _Launch:
         self.loss: Any = None
         self.model: Any = None
         if args.loss is not None:
-            with user_errors(f"--loss {args.loss}"):
+            with user_errors(f"--loss {args.loss}"), torch.random.fork_rng(devices=[]):
+                torch.manual_seed(args.seed)  # of its parameters
                 self.loss = build_loss(args, self.steps)
             self.loss.has_scaler = host.has_scaler(args)
             for number in self.loss.of_model:  # for the log and the checkpoint, also where it is the default
