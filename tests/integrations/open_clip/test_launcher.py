@@ -2,6 +2,7 @@
 
 import pickle
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import open_clip
@@ -21,6 +22,7 @@ from tests.helpers.open_clip_training import (
     small_shard_flags,
 )
 from tests.helpers.pictures import EPS, replace_ghostscript
+from vl_plugins.data import write_shards
 from vl_plugins.data.sources import read_karpathy
 from vl_plugins.integrations.open_clip import launcher
 from vl_plugins.integrations.open_clip.models import register_models
@@ -116,19 +118,28 @@ class InFloat64:
         )
 
 
+@pytest.mark.parametrize("reader", [[], ["--captions-per-image", "first"]], ids=["open_clip's", "ours"])
 @pytest.mark.parametrize(("precision", "tolerance"), [("float64", 1e-10), ("float32", 1e-5)])
-def test_the_loss_changes_alone(tmp_path, toy_scenes, monkeypatch, precision, tolerance):
-    """VLC with the model's scale is twice open_clip's own loss, so half the rate gives the same weights."""
+def test_the_loss_changes_alone(tmp_path, toy_scenes, monkeypatch, precision, tolerance, reader):
+    """VLC with the model's scale is twice open_clip's own loss, so half the rate gives the same weights.
+
+    With open_clip's reader of a table, and with ours of shards, whose images have one caption.
+    """
     images = [image for image in read_karpathy(toy_scenes / "dataset_toy.json", "coco") if image.split == "train"]
-    rows = [f"{toy_scenes}/{image.file}\t{image.captions[4]}" for image in images[:40]]
-    assert len(set(rows)) == 40, "all captions differ"
-    (tmp_path / "train.tsv").write_text("\n".join(["filepath\ttitle", *rows]))
-    flags = [*TINY, "--train-data", str(tmp_path / "train.tsv"), "--opt", "timm/sgd", "--wd", "0"]
+    images = [replace(image, captions=image.captions[4:], caption_ids=image.caption_ids[4:]) for image in images[:40]]
+    captions = [image.captions[0] for image in images]
+    assert len(set(captions)) == 40, "all captions differ"
+    data = tmp_path / "train.tsv"
+    rows = [f"{toy_scenes}/{image.file}\t{caption}" for image, caption in zip(images, captions, strict=True)]
+    data.write_text("\n".join(["filepath\ttitle", *rows]))
+    if reader:
+        data = write_shards(images, toy_scenes, tmp_path / "shards").shards[0]
+    flags = [*TINY, "--train-data", str(data), "--opt", "timm/sgd", "--wd", "0", *reader]
     if precision == "float64":
         InFloat64(monkeypatch)
     weights = {}
     for name, main, loss, rate in (
-        ("stock", host_main, [], "1e-1"),
+        ("stock", launcher.main if reader else host_main, [], "1e-1"),
         ("ours", launcher.main, ["--loss", "vlc", "--loss-kwargs", "scale=learned"], "5e-2"),
     ):
         (tmp_path / name).mkdir()

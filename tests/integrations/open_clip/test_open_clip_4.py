@@ -17,6 +17,7 @@ from vl_plugins.integrations.open_clip.launcher import main
 ROOT = Path(__file__).parents[3]
 SETS = ["--loss", "smooth_chamfer", "--head", "set", "--head-kwargs", "num_slots=3", "num_iters=2", "hidden_dim=32"]
 SETS += ["--captions-per-image", "random"]
+SGD = ["--opt", "timm/sgd"]
 # Without weight decay, from which the versions exempt different parameters.
 FLAGS = [*TINY, "--wd", "0"]
 UNIFIED = ["--loss", "unified", "--loss-kwargs", "scale=learned", "--captions-per-image", "random"]
@@ -28,6 +29,9 @@ TRAININGS = {
     "set-accum": [*SETS, "--accum-freq", "2", "--distance", "match_probability"],
     "no-loss": ["--head", "linear", "--head-kwargs", "dim=24", "--captions-per-image", "first"],
     "compiled": [*UNIFIED, "--torchcompile"],
+    "first": ["--captions-per-image", "first", *SGD, "--lr", "1e-1"],
+    "first-vlc": ["--captions-per-image", "first", "--loss", "vlc", *SGD, "--lr", "5e-2"],
+    "learned": ["--loss", "siglip", "--captions-per-image", "random", "--loss-kwargs", "learn_bias=True", *SGD],
     "resumed": ["--loss", "triplet_hn", "--loss-kwargs", "warmup_steps=6", "--captions-per-image", "random"],
 }
 
@@ -86,7 +90,24 @@ def test_training_is_that_of_3(name, trained):
         assert rows[epoch] == pytest.approx(expected, abs=1e-4)
     log = (folder / "logs" / name / "out.log").read_text()
     assert log.count("Train Epoch: 0") == (2 if "accum" in name else 4)
-    assert ("Training with the loss of vl_plugins" in log) is (name != "no-loss")
+    assert ("Training with the loss of vl_plugins" in log) is (name not in ("no-loss", "first"))
+
+
+@pytest.mark.parametrize("version", ["3", "4"])
+def test_the_loss_changes_alone(version, trained):
+    """VLC with the model's scale is twice open_clip's own loss, so half the rate gives the same weights."""
+    stock, ours = (read_checkpoint(trained[version], 1, name)["state_dict"] for name in ("first", "first-vlc"))
+    for name, weight in stock.items():
+        assert (ours[name] - weight).abs().max() <= 1e-5, name
+
+
+def test_parameters_of_a_loss(trained):
+    """They have an entry of their own, as with 3.x."""
+    for version in ("3", "4"):
+        checkpoint = read_checkpoint(trained[version], 1, "learned")
+        assert list(checkpoint["trained_loss"]) == ["trained_loss.bias"]
+        assert checkpoint["trained_loss"]["trained_loss.bias"] != -10
+        assert not any("trained_loss" in name for name in checkpoint["state_dict"])
 
 
 @pytest.mark.slow
