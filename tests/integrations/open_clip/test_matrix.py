@@ -86,7 +86,7 @@ def test_a_training_and_its_resumption(row, tmp_path, toy_shards):
     checkpoint = read_checkpoint(tmp_path, 3, "resumed")
     assert {int(state["step"]) for state in checkpoint["optimizer"]["state"].values()} == {6}
     logs = [(tmp_path / "logs" / name / "out.log").read_text() for name in ("run", "resumed")]
-    losses = [re.findall(rf"{row['loss'].capitalize()}_loss: (\S+)", log) for log in logs]
+    losses = [re.findall(rf"Train Epoch.*{row['loss'].capitalize()}_loss: (\S+)", log) for log in logs]
     assert list(map(len, losses)) == [4, 2]
     assert all(abs(float(loss)) < 1e3 for of_run in losses for loss in of_run)
     assert row["sync"] == "no" or (tmp_path / "remote/run/checkpoints/epoch_2.pt").exists()
