@@ -16,7 +16,7 @@ from benchmarks import claims, study
 from tests.helpers.training_steps import config_of_command, step_of_each_stage
 from vl_plugins.cli import build_parser
 from vl_plugins.integrations.examples.lightning_module import RetrievalModule
-from vl_plugins.integrations.open_clip.flags import EXCLUDED, NOT_OURS, flag, parse_args
+from vl_plugins.integrations.open_clip.flags import REFUSALS, flag, parse_args
 from vl_plugins.integrations.pytorch_metric_learning.command_line import build_parser as build_towers_parser
 
 ROOT = Path(__file__).parents[1]
@@ -132,11 +132,10 @@ def test_the_guide_and_the_help_list_the_flags_that_raise_errors(capsys):
         parse_args(["--help"])
     epilog = capsys.readouterr().out.partition("flags of open_clip that raise an error beside ours:")[2]
     guide = (ROOT / "docs/guides/open_clip.md").read_text(encoding="utf-8")
-    names = [name for group in EXCLUDED.values() for name in group] + list(NOT_OURS)
-    assert len(names) > 15
-    for name in names:
-        assert f"`{flag(name)}`" in guide
-        assert flag(name) in epilog.split()
+    for beside, options, reason in REFUSALS:
+        flags = ", ".join(f"`{flag(option)}`" for option in options)
+        assert f"| `{beside}` | {flags} | {reason.replace('--loss siglip', '`--loss siglip`')} |" in guide
+        assert all(flag(option) in epilog.split() for option in options)
 
 
 def test_the_configuration_of_the_pml_guide(tmp_path):

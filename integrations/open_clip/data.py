@@ -33,7 +33,7 @@ from vl_plugins.data.rows import read_rows
 from vl_plugins.data.shard_names import expand_braces
 from vl_plugins.data.table_collection import TableCollection, check_exists
 from vl_plugins.errors import UserError, number, user_errors
-from vl_plugins.integrations.open_clip.flags import IMAGE_KEY, NOT_OURS, OURS, SAMPLE_KEYS, flag, parse_args
+from vl_plugins.integrations.open_clip.flags import IMAGE_KEY, OURS, SAMPLE_KEYS, check_refusals, flag, options_given
 from vl_plugins.integrations.open_clip.host import READS_SAMPLE_KEYS, batch_of, steps_between_logs, texts_of
 from vl_plugins.integrations.open_clip.steps import Steps, pad_id_of, token_ids
 
@@ -220,23 +220,20 @@ def _check_counts(path: str, args: Namespace) -> None:
 
 def _check_flags(args: Namespace, splits: Mapping[str, Collection]) -> None:
     """Raise ``UserError`` for a flag of reading that the reader of the training data does not have."""
-    defaults = vars(parse_args([]))
-    given = [name for name in defaults if getattr(args, name, None) != defaults[name]]
+    options = options_given(args)
     if "train_data" in splits:
-        for name in filter(given.__contains__, NOT_OURS):
-            raise UserError(
-                f"{flag(name)} is for open_clip's reader: remove it, or --captions-per-image, which asks for ours"
-            )
+        check_refusals(args, "--captions-per-image")
         for name in ("shuffle_window", "train_num_samples"):
-            if name in given:
+            if name in options:
                 with user_errors(flag(name)):
                     number(name, getattr(args, name), least=1, kind=int)
         return
     ours = OURS if READS_SAMPLE_KEYS else (*OURS, *SAMPLE_KEYS)
-    for name in filter(given.__contains__, ours):
-        raise UserError(
-            f"{flag(name)} is for our reader: add --train-data and --captions-per-image random, first or all"
-        )
+    for name in ours:
+        if name in options:
+            raise UserError(
+                f"{flag(name)} is for our reader: add --train-data and --captions-per-image random, first or all"
+            )
 
 
 def most_captions(path: str, args: Namespace) -> int:

@@ -6,7 +6,7 @@ import textwrap
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from vl_plugins.errors import UserError, one_of, require, user_errors
@@ -20,7 +20,7 @@ from vl_plugins.integrations.command_lines import (
 )
 from vl_plugins.registry import check_registered
 
-__all__ = ["EXCLUDED", "KINDS", "NOT_OURS", "flag", "parse_args"]
+__all__ = ["KINDS", "REFUSALS", "Refusal", "check_refusals", "flag", "options_given", "parse_args"]
 
 EXAMPLES = (
     "python -m vl_plugins.integrations.open_clip \\\n"
@@ -49,15 +49,39 @@ KINDS = {
 }
 """Components by the flag that names one, with its help and that of the flag of its options, ``--<kind>-kwargs``."""
 
-# Options of open_clip that a loss or a head of ours would silently undo; a classifier takes no sets.
-EXCLUDED = {
-    "loss": ("siglip", "distill_model", "horovod", "use_naflex"),
-    "head": ("torchscript", "trace", "use_bnb_linear", "distill_model"),
-    "head set": ("imagenet_val", "imagenet_v2"),
-}
-# Options of open_clip's readers that ours does not have.
-NOT_OURS = ("dataset_resampled", "length_bucketing", "bucket_chunk", "bucket_pool", "bucket_prefetch_pools")
-NOT_OURS += ("train_data_upsampling_factors", "json_text_key_probs", "text_pad_multiple")
+
+class Refusal(NamedTuple):
+    """Options of open_clip that raise an error beside one of our flags, and why."""
+
+    beside: str
+    options: tuple[str, ...]
+    reason: str
+
+
+REFUSALS = (
+    Refusal("--loss", ("siglip",), "it is another loss, here --loss siglip"),
+    Refusal("--loss", ("distill_model",), "a distillation has a loss of its own"),
+    Refusal("--loss", ("horovod",), "the processes exchange embeddings by torch.distributed"),
+    Refusal("--loss", ("use_naflex",), "its batches vary in size"),
+    Refusal("--head", ("torchscript", "trace"), "heads are parts of a model in Python"),
+    Refusal("--head", ("use_bnb_linear",), "it would replace the layers of the heads"),
+    Refusal("--head", ("distill_model",), "a teacher has no heads"),
+    Refusal("--head set", ("imagenet_val", "imagenet_v2"), "a classifier compares single vectors"),
+    Refusal(
+        "--captions-per-image",
+        ("dataset_resampled", "train_data_upsampling_factors"),
+        "an epoch of our reader is a permutation of the images",
+    ),
+    Refusal(
+        "--captions-per-image",
+        ("length_bucketing", "bucket_chunk", "bucket_pool", "bucket_prefetch_pools"),
+        "batches of our reader are drawn from all images",
+    ),
+    Refusal("--captions-per-image", ("json_text_key_probs",), "our reader chooses among the captions of an image"),
+    Refusal("--captions-per-image", ("text_pad_multiple",), "our reader pads texts to the context length"),
+)
+"""Some of the options exist in some versions of open_clip only."""
+
 # Options of our reader that open_clip's does not have.
 OURS = ("shuffle_window", "caption_lines", "caption_fields", "no_index", "on_error", "max_errors")
 # Options of open_clip 4.x for the files and fields of a sample, which our reader has too.
@@ -81,6 +105,23 @@ def parse_args(argv: Sequence[str]) -> Namespace:
 def flag(option: str) -> str:
     """Return the flag of an option: ``--batch-size`` of ``batch_size``."""
     return "--" + option.replace("_", "-")
+
+
+def options_given(args: Namespace) -> list[str]:
+    """Return the options that differ from their defaults."""
+    defaults = vars(parse_args([]))
+    return [name for name in defaults if getattr(args, name, None) != defaults[name]]
+
+
+def check_refusals(args: Namespace, beside: str) -> None:
+    """Raise ``UserError`` for an option of open_clip that our flag ``beside`` does not go with."""
+    given_options = options_given(args)
+    for refusal in REFUSALS:
+        for option in refusal.options:
+            if refusal.beside == beside and option in given_options:
+                raise UserError(
+                    f"{beside} does not support {flag(option)}, because {refusal.reason}: remove one of them"
+                )
 
 
 class _Parser(CommandParser):
@@ -148,12 +189,13 @@ class _Parser(CommandParser):
 
 def _exceptions() -> str:
     """Return the list of open_clip's flags that raise an error beside ours."""
+    flags_beside: dict[str, list[str]] = {}
+    for refusal in REFUSALS:
+        flags_beside.setdefault(refusal.beside, []).extend(map(flag, refusal.options))
     lines = ["flags of open_clip that raise an error beside ours:"]
-    for ours, names in EXCLUDED.items():
-        lines.append(f"  --{ours}: {' '.join(map(flag, names))}")
-    lines.append("  --captions-per-image, which reads --train-data itself:")
-    words = " ".join(map(flag, NOT_OURS))
-    lines.append(textwrap.fill(words, 78, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False))
+    for ours, flags in flags_beside.items():
+        words = f"{ours}: {' '.join(flags)}"
+        lines.append(textwrap.fill(words, 78, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
     lines.append("Some exist in some versions of open_clip only. --fsdp with --loss needs")
     lines.append("--fsdp-no-reshard-after-forward.")
     return "\n".join(lines)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 __all__ = [
+    "HAS_TASKS",
     "READS_SAMPLE_KEYS",
     "ZERO_SHOT",
     "Replacement",

@@ -29,7 +29,7 @@ from vl_plugins.errors import MALFORMED_CONTENT, UserError, user_errors
 from vl_plugins.integrations.loading import OTHER_FORMATS
 from vl_plugins.integrations.open_clip import data, host, validation
 from vl_plugins.integrations.open_clip.checkpoints import load_weights, made_with, read_checkpoint
-from vl_plugins.integrations.open_clip.flags import EXCLUDED, KINDS, flag
+from vl_plugins.integrations.open_clip.flags import KINDS, check_refusals, flag
 from vl_plugins.integrations.open_clip.heads import add_heads
 from vl_plugins.integrations.open_clip.host import Replacement
 from vl_plugins.integrations.open_clip.loss import LEARNED, build_loss
@@ -320,10 +320,12 @@ def _check_components(args: Namespace) -> None:
     for kind in KINDS:
         if getattr(args, f"{kind}_kwargs") and getattr(args, kind) is None:
             raise UserError(f"--{kind}-kwargs needs --{kind}")
-    for kind, given in (("loss", args.loss), ("head", args.head), ("head set", args.head == "set")):
-        for name in EXCLUDED[kind] if given else ():
-            if getattr(args, name, None):
-                raise UserError(f"--{kind} does not support {flag(name)}: remove one of them")
+    if args.loss:
+        check_refusals(args, "--loss")
+    if args.head:
+        check_refusals(args, "--head")
+    if args.head == "set":
+        check_refusals(args, "--head set")
 
 
 def _check_loss(args: Namespace) -> None:

@@ -1,17 +1,17 @@
-"""Flags that people use, with losses, readers, precisions and processes: every two of them train and resume together.
-
-What a host refuses stands in ``REFUSED``, with the message that users get.
-"""
+"""Flags that people use, with losses, readers, precisions and processes: every two train and resume together."""
 
 import os
 import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.helpers.covering import covering_rows
-from tests.helpers.open_clip_training import TINY, read_checkpoint, small_shard_flags
+from tests.helpers.open_clip_training import LAUNCH, TINY, read_checkpoint, run, small_shard_flags
 from tests.helpers.processes import in_processes
+from vl_plugins.integrations.open_clip.host import HAS_TASKS
 from vl_plugins.integrations.open_clip.launcher import main
 
 FACTORS = {
@@ -45,7 +45,16 @@ FACTORS = {
     "checkpoints": {"all": [], "last": ["--delete-previous-checkpoint"]},
     "sync": {"no": [], "yes": ["--remote-sync", "remote", "--remote-sync-protocol", "fsspec"]},
 }
-REFUSED: dict[str, str] = {}
+# What open_clip 3.x itself refuses, by its own messages: flags, processes, and what it says.
+REFUSED = [
+    ("--lock-text", 1, "AssertionError: Unfreezing LayerNorm is not supported"),
+    ("--model vl-tiny-resnet --use-bn-sync", 2, "SyncBatchNorm layers only work with GPU modules"),
+    (
+        "--resume latest --remote-sync remote --remote-sync-protocol fsspec",
+        1,
+        "Error. Sync protocol not supported when",
+    ),
+]
 
 
 def is_possible(row):
@@ -90,3 +99,27 @@ def test_a_training_and_its_resumption(row, tmp_path, toy_shards):
     assert list(map(len, losses)) == [4, 2]
     assert all(abs(float(loss)) < 1e3 for of_run in losses for loss in of_run)
     assert row["sync"] == "no" or (tmp_path / "remote/run/checkpoints/epoch_2.pt").exists()
+
+
+def test_the_guide_names_the_flags():
+    page = (Path(__file__).parents[3] / "docs/guides/open_clip.md").read_text(encoding="utf-8")
+    sentence = page[page.index("All losses, with either reader") : page.index("Our flags:")]
+    for values in FACTORS.values():
+        for flags in values.values():
+            if flags and flags[0] not in ("--loss-kwargs", "--head", "--captions-per-image", "--dist-backend"):
+                assert f"`{flags[0]}`" in sentence
+    for flags, _, _ in REFUSED:
+        assert all(f"`{flag}`" in sentence or f"`{flag} " in sentence for flag in re.findall(r"--[a-z-]+-sync", flags))
+
+
+@pytest.mark.skipif(HAS_TASKS, reason="4.x refuses less")
+@pytest.mark.parametrize(("flags", "processes", "message"), REFUSED)
+def test_what_open_clip_refuses(tmp_path, toy_shards, flags, processes, message):
+    command = [*TINY, *small_shard_flags(toy_shards)[:2], "--loss", "unified", "--train-num-samples", "8"]
+    start = LAUNCH
+    if processes == 2:
+        start = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node 2".split(), *LAUNCH[1:]]
+        command += ["--dist-backend", "gloo"]
+    finished = run([*start, *command, *flags.split()], tmp_path)
+    assert finished.returncode > 0
+    assert message in finished.stdout + finished.stderr

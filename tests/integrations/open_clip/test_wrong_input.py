@@ -125,7 +125,7 @@ FLAGS = {
     f"{SETS} --imagenet-val imagenet": "--head set does not support --imagenet-val",
     f"{SETS} --val-data plain.tar": "--head set: open_clip cannot validate sets: add --captions-per-image random",
     f"{LOSS} --siglip": "--loss does not support --siglip",
-    "--captions-per-image first --dataset-resampled": "--dataset-resampled is for open_clip's reader: remove it, or",
+    "--captions-per-image first --dataset-resampled": "does not support --dataset-resampled, because an epoch of our",
     "--validate-first": "--validate-first needs --train-data and --val-data",
     "--device 3": "--device 3: Invalid device string: '3'",
     "--los unified": "ambiguous option: --los could match",
