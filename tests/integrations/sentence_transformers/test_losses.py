@@ -22,6 +22,12 @@ REPEATED = [1, 2, 1, 3, 4, 4]
 POSITIVES = [[11, 21, 31, 41, 51], [12, 13, 32, 42, 52], [13, 23, 33, 43, 53], [16, 24, 34, 44, 54]]
 POSITIVES += [[15, 25, 35, 45, 55], [17, 26, 36, 46, 56]]
 NEGATIVES = [[16, 61], [62, 63], [64, 65], [66, 67], [68, 69], [15, 60]]
+# Losses with parameters.
+LEARNING = {
+    "unified": {"learn_scale": True, "scale": 20},
+    "siglip": {"learn_scale": True, "scale": 10, "learn_bias": True},
+    "vlc": {"distance": "match_probability"},
+}
 
 
 class Lookup(nn.Module):
@@ -150,6 +156,30 @@ def test_losses_that_have_parts():
         RetrievalLoss(model, DistributedLoss(create_loss("unified")))
 
 
+@pytest.mark.parametrize("kind", [RetrievalLoss, CachedRetrievalLoss])
+def test_in_matryoshka_loss(kind):
+    """Value and gradients are the weighted sum over the first dimensions of the unit vectors, in a plain loop."""
+    columns, captions = make_batch(2, 1)
+    reference, model, masks = create_loss("unified", **LEARNING["unified"]), Lookup(), masks_of(REPEATED, captions, 2)
+    right = 0
+    for dim, weight in ((8, 1.0), (4, 0.5), (2, 3.0)):
+        cosines = torch.empty(len(REPEATED), len(captions), dtype=torch.float64)
+        for row, image in enumerate(REPEATED):
+            for place, caption in enumerate(captions):
+                cosines[row, place] = torch.cosine_similarity(
+                    model.table[image, :dim], model.table[caption, :dim], dim=0
+                )
+        right = right + weight * reference.from_similarities(cosines, *masks)
+    gradients = torch.autograd.grad(3 * right, [model.table, reference.log_scale])
+    options = {"mini_batch_size": 4} if kind is CachedRetrievalLoss else {}
+    own = kind(Lookup(), "unified", 2, **options, **LEARNING["unified"])
+    own.model.get_embedding_dimension = lambda: 8
+    value = host.MatryoshkaLoss(own.model, own, [8, 4, 2], [1.0, 0.5, 3.0])(columns, None)
+    (3 * value).backward()
+    results = [value.detach(), own.model.table.grad, own.loss.log_scale.grad]
+    torch.testing.assert_close(results, [right.detach(), *gradients], rtol=1e-5, atol=1e-6)
+
+
 class ByPixels(Lookup):
     def forward(self, features, **_):
         if "pixel_values" not in features:
@@ -191,13 +221,6 @@ def test_rows_that_cannot_be_told_apart(labels, message):
     columns[1] |= {"cu_seq_lens_q": torch.arange(7)}
     with pytest.raises(ValueError, match=message):
         RetrievalLoss(Lookup(), "unified")(columns, labels)
-
-
-LEARNING = {
-    "unified": {"learn_scale": True, "scale": 20},
-    "siglip": {"learn_scale": True, "scale": 10, "learn_bias": True},
-    "vlc": {"distance": "match_probability"},
-}
 
 
 def value_and_gradients(loss, columns):
