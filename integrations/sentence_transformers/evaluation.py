@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sentence_transformers import MultiVectorEncoder
-from sentence_transformers.base.evaluation import BaseEvaluator
 from torch import Tensor
 
 from vl_plugins.data.captions import is_blank
+from vl_plugins.integrations.sentence_transformers.host import BaseEvaluator, MultiVectorEncoder
 from vl_plugins.integrations.sentence_transformers.inputs import check_path
 from vl_plugins.integrations.sentence_transformers.scoring import join_sets
 from vl_plugins.retrieval import retrieval_metrics, retrieval_ranks

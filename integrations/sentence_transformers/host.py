@@ -1,4 +1,6 @@
-"""What this package uses of sentence-transformers beyond its documentation, in one place.
+"""What this package imports of sentence-transformers, in one place.
+
+``BaseEvaluator`` and ``MultiVectorEncoder``, which is new in 6.0, are documented. These names are not:
 
 ===================  ===================================================================================
 ``CachedLossMixin``  Gradient caching: embeds in mini-batches, and again in the backward pass.
@@ -19,7 +21,9 @@ from torch import nn
 from vl_plugins.errors import require
 
 __all__ = [
+    "BaseEvaluator",
     "CachedLossMixin",
+    "MultiVectorEncoder",
     "RandContext",
     "column_names",
     "create_minibatch",
@@ -32,6 +36,8 @@ CHECKED = "6.0.0 to 6.2.0"
 
 host = require("sentence_transformers", "sentence-transformers")
 try:
+    from sentence_transformers import MultiVectorEncoder
+    from sentence_transformers.base.evaluation import BaseEvaluator
     from sentence_transformers.base.losses import CachedLossMixin, RandContext
     from sentence_transformers.base.losses.gradcache import _create_minibatch as create_minibatch
     from sentence_transformers.base.losses.merged_forward import embed_columns

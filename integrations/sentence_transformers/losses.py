@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from pytorch_metric_learning.losses import BaseMetricLossFunction
-from sentence_transformers import MultiVectorEncoder
 from torch import Tensor, distributed, nn
 from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
@@ -92,7 +91,7 @@ class RetrievalLoss(nn.Module):
         self.model = model
         self.num_positives = number("num_positives", num_positives, least=1, kind=int)
         self.gather_across_devices = gather_across_devices
-        self.compares_sets = isinstance(model, MultiVectorEncoder)
+        self.compares_sets = isinstance(model, host.MultiVectorEncoder)
         self._config = {"loss": loss} | options
         self._averages: list[RemovableHandle] = []  # of the gradients of parameters, in the last call
         if self.compares_sets and isinstance(loss, str) and loss != "smooth_chamfer":
