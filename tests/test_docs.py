@@ -11,6 +11,7 @@ from pathlib import Path
 import open_clip
 import pytest
 import torch
+from accelerate.commands.launch import launch_command_parser
 
 from benchmarks import claims, study
 from tests.helpers.training_steps import config_of_command, step_of_each_stage
@@ -90,6 +91,10 @@ def test_commands_can_be_parsed(page):
             else:
                 source = Path(importlib.util.find_spec(module).origin).read_text(encoding="utf-8")
                 assert all(f'"{word}"' in source for word in words if word.startswith("--")), command
+        elif command[0] == "accelerate":
+            launched = launch_command_parser().parse_args(command[2:])
+            assert launched.module
+            assert importlib.util.find_spec(launched.training_script), command
         elif command[0] == "pip" and (extras := re.search(r"\[(.+)\]", command[-1])):
             assert set(extras[1].split(",")) <= EXTRAS, command
         elif command[0] == "make":

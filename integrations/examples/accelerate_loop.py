@@ -1,6 +1,6 @@
-"""A training loop with Hugging Face Accelerate, also under ``torchrun``. Argument: shards in brace notation."""
+"""A training loop with Hugging Face Accelerate, also under ``accelerate launch`` and ``torchrun``."""
 
-import sys
+import argparse
 
 import open_clip
 import torch
@@ -37,10 +37,13 @@ def make_model_and_dataset(shards):
 
 def main(shards):
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    accelerator.print("processes:", accelerator.num_processes)
     model, dataset = make_model_and_dataset(shards)
     train(accelerator, model, dataset, torch.optim.AdamW(model.parameters(), lr=1e-3), epochs=2, batch_size=32)
     accelerator.end_training()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shards", help="such as 'toy-train-{000000..000003}.tar'")
+    main(parser.parse_args().shards)

@@ -18,12 +18,12 @@ and two at evaluation, where ties count against the model and nothing is sorted:
 image or all five: they are five positives, never false negatives.
 
 Here the model is a small one with the text-to-image attention of SCAN (Lee et al. 2018, section 3.1), and the data are
-made up. Arguments are the loss and the number of steps; it takes some seconds::
+made up. It takes some seconds::
 
     python -m vl_plugins.integrations.examples.cross_attention goal 100
 """
 
-import sys
+import argparse
 
 import torch
 from torch import Tensor, nn
@@ -86,17 +86,21 @@ def evaluate(model: nn.Module, split: scenes.Scenes) -> dict[str, float]:
     return scenes.evaluate(model(split.regions, split.words.flatten(0, 1)))
 
 
-def main(loss: str = "unified", steps: str = "100") -> dict[str, dict[str, float]]:
+def main(loss: str = "unified", steps: int = 100) -> dict[str, dict[str, float]]:
     """Train and print the recalls on test scenes; return the metrics ``"before"`` and ``"after"``."""
     torch.manual_seed(0)
     training, test = scenes.make_scenes(TRAIN, seed=1), scenes.make_scenes(TEST, seed=2)
     model = CrossAttention(training.regions.shape[2], vocabulary_size=1 + scenes.THINGS)
     metrics = {"before": evaluate(model, test)}
-    train(model, training, loss, int(steps))
+    train(model, training, loss, steps)
     metrics["after"] = evaluate(model, test)
     print(format_metrics_table(metrics))
     return metrics
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("loss", nargs="?", default="unified", help="its name")
+    parser.add_argument("steps", nargs="?", type=int, default=100)
+    arguments = parser.parse_args()
+    main(arguments.loss, arguments.steps)

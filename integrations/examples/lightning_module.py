@@ -1,6 +1,6 @@
-"""A module of Lightning. Arguments: shards in brace notation, and the number of processes."""
+"""A module of Lightning."""
 
-import sys
+import argparse
 
 import lightning
 import torch
@@ -32,9 +32,13 @@ class RetrievalModule(lightning.LightningModule):
 
 def main(shards, processes=1):
     model, dataset = make_model_and_dataset(shards)
-    trainer = lightning.Trainer(max_epochs=2, devices=int(processes), use_distributed_sampler=False)
+    trainer = lightning.Trainer(max_epochs=2, devices=processes, use_distributed_sampler=False)
     trainer.fit(RetrievalModule(model, dataset, batch_size=32))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shards", help="such as 'toy-train-{000000..000003}.tar'")
+    parser.add_argument("processes", nargs="?", type=int, default=1)
+    arguments = parser.parse_args()
+    main(arguments.shards, arguments.processes)

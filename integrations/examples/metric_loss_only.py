@@ -5,6 +5,8 @@
     python -m vl_plugins.integrations.examples.metric_loss_only
 """
 
+import argparse
+
 import torch
 from pytorch_metric_learning.trainers import MetricLossOnly
 
@@ -53,4 +55,5 @@ def main():
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=main.__doc__).parse_args()
     main()

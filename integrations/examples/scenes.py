@@ -30,12 +30,12 @@ def make_scenes(count: int, seed: int = 0) -> Scenes:
     """Return scenes; with other seeds there are other scenes of the same things."""
     appearance = torch.randn(THINGS, 3 * PATCH_SIZE**2, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
-    things = torch.rand(count, THINGS, generator=generator).argsort(dim=1)[:, :4]
-    regions = appearance[things]
+    thing_ids = torch.rand(count, THINGS, generator=generator).argsort(dim=1)[:, :4]
+    regions = appearance[thing_ids]
     regions = regions + NOISE * torch.randn(regions.shape, generator=generator)
-    named = torch.rand(count, CAPTIONS, 4, generator=generator).argsort(dim=2)[:, :, :3]
-    words = things[:, None].expand(-1, CAPTIONS, -1).gather(2, named) + 1
-    return Scenes(things, regions, words)
+    named_places = torch.rand(count, CAPTIONS, 4, generator=generator).argsort(dim=2)[:, :, :3]
+    words = thing_ids[:, None].expand(-1, CAPTIONS, -1).gather(2, named_places) + 1
+    return Scenes(thing_ids, regions, words)
 
 
 def evaluate(similarities: Tensor) -> dict[str, float]:

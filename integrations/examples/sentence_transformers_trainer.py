@@ -6,6 +6,7 @@
     python -m vl_plugins.integrations.examples.sentence_transformers_trainer
 """
 
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -86,10 +87,12 @@ def main():
         model = make_model(f"{folder}/model")
         training, test = read_scenes(f"{folder}/scenes", train=1024, val=1, test=100)
         loss = RetrievalLoss(model, "unified", num_positives=5, scale=20)
-        metrics = {"before": make_evaluator(test)(model), "after": train(model, training, test, loss, folder)}
+        metrics = {"before": make_evaluator(test)(model)}
+        metrics["after"] = train(model, training, test, loss, folder)
     print(format_metrics_table(metrics))
     return metrics
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=main.__doc__).parse_args()
     main()

@@ -1,6 +1,6 @@
-"""Hugging Face's CLIPModel and Trainer, also under ``torchrun``. Argument: shards in brace notation."""
+"""Hugging Face's CLIPModel and Trainer, also under ``accelerate launch`` and ``torchrun``."""
 
-import sys
+import argparse
 
 import torch
 from transformers import CLIPConfig, CLIPModel, Trainer, TrainingArguments
@@ -43,9 +43,13 @@ def train(model, dataset, **options):
 
 
 def main(shards):
-    options = {"per_device_train_batch_size": 32, "num_train_epochs": 2, "learning_rate": 1e-3, "logging_steps": 1}
-    train(*make_model_and_dataset(shards), use_cpu=not torch.cuda.is_available(), **options)
+    options = {"per_device_train_batch_size": 32, "num_train_epochs": 2}
+    options |= {"learning_rate": 1e-3, "logging_steps": 1}
+    model, dataset = make_model_and_dataset(shards)
+    train(model, dataset, use_cpu=not torch.cuda.is_available(), **options)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shards", help="such as 'toy-train-{000000..000003}.tar'")
+    main(parser.parse_args().shards)

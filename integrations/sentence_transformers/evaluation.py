@@ -2,22 +2,21 @@
 
 import csv
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from sentence_transformers import MultiVectorEncoder
-from sentence_transformers.base.evaluation import BaseEvaluator
 from torch import Tensor
 
 from vl_plugins.data.captions import is_blank
+from vl_plugins.integrations.sentence_transformers.host import BaseEvaluator, MultiVectorEncoder
+from vl_plugins.integrations.sentence_transformers.inputs import check_path
 from vl_plugins.integrations.sentence_transformers.scoring import join_sets
 from vl_plugins.retrieval import retrieval_metrics, retrieval_ranks
 
 __all__ = ["CrossModalRetrievalEvaluator"]
 
-INPUTS = 1024  # given to the model at a time, because images that were decoded stay in memory
+INPUTS = 1024  # images given to the model at a time, because those that were decoded stay in memory
 METRICS = tuple(f"{way}_{name}" for way in ("image_to_text", "text_to_image") for name in ("R@1", "R@5", "R@10"))
 METRICS += ("image_to_text_median_rank", "text_to_image_median_rank", "rsum")
 
@@ -29,7 +28,7 @@ class CrossModalRetrievalEvaluator(BaseEvaluator):
     ``image_to_text_R@1``; RSUM is their sum in percent, [0, 600].
 
     Args:
-        images: R inputs of the model, such as PIL images, given to ``encode_query``.
+        images: R inputs of the model, such as PIL images or paths of pictures, given to ``encode_query``.
         captions: for each of them a caption or a list of captions, given to ``encode_document``. They are not
             blank, and every image has at least one, in any of its rows.
         image_ids: R hashable ids, or a tensor (R,); rows of one id are one image. By default each row is another one.
@@ -41,8 +40,8 @@ class CrossModalRetrievalEvaluator(BaseEvaluator):
             such as :func:`smooth_chamfer_scores`. By default ``model.similarity``.
 
     Raises:
-        ValueError: the numbers of images, captions and ids differ, a caption is blank or no text, or an image has no
-            caption; the message names the row.
+        ValueError: the numbers of images, captions and ids differ, a caption is blank or no text, an image has no
+            caption, or, in a call, a path is that of no picture; the message names the row.
     """
 
     def __init__(
@@ -56,44 +55,47 @@ class CrossModalRetrievalEvaluator(BaseEvaluator):
         write_csv: bool = True,
     ):
         super().__init__()
-        if isinstance(image_ids, Tensor):
+        if image_ids is None:
+            image_ids = range(len(images))
+        elif isinstance(image_ids, Tensor):
             image_ids = image_ids.tolist()  # equal tensors have different hashes
-        image_ids = list(range(len(images)) if image_ids is None else image_ids)
         texts = _checked_captions(captions)
         _check_number(len(images), texts, image_ids)
-        row_of_image = {image_id: row for row, image_id in enumerate(image_ids)}  # any of its rows
-        place = {image_id: place for place, image_id in enumerate(row_of_image)}
+        row_of_image: dict[Any, int] = {}  # the first of its rows, in the order of the images
+        index_of_image: dict[Any, int] = {}
+        self.captions: list[str] = []
         owners = []
-        for image_id, texts_of_row in zip(image_ids, texts, strict=True):
-            owners += [place[image_id]] * len(texts_of_row)
+        for row, (image_id, texts_of_row) in enumerate(zip(image_ids, texts, strict=True)):
+            row_of_image.setdefault(image_id, row)
+            index = index_of_image.setdefault(image_id, len(index_of_image))
+            self.captions += texts_of_row
+            owners += [index] * len(texts_of_row)
         with_captions = set(owners)
-        for row, image_id in enumerate(image_ids):
-            if place[image_id] not in with_captions:
+        for image_id, row in row_of_image.items():
+            if index_of_image[image_id] not in with_captions:
                 raise ValueError(f"captions[{row}] is empty: every image needs at least one caption")
         self.images, self.rows = images, list(row_of_image.values())
-        self.captions, self.image_of_caption = list(chain.from_iterable(texts)), torch.tensor(owners)
+        self.image_of_caption = torch.tensor(owners)
         self.name, self.batch_size, self.similarity_fct = name, batch_size, similarity_fct
         self.write_csv = write_csv
-        self.csv_file = "_".join(filter(None, ("Cross-Modal-Retrieval_evaluation", name, "results.csv")))
+        prefix = f"{name}_" if name else ""
+        self.csv_file = f"Cross-Modal-Retrieval_evaluation_{prefix}results.csv"
         self.primary_metric = "rsum"
 
     def __call__(
         self, model: Any, output_path: str | None = None, epoch: int = -1, steps: int = -1
     ) -> dict[str, float]:
         """Return the metrics of a model by name, which the trainer logs; see ``write_csv`` for ``output_path``."""
-        options = {} if isinstance(model, MultiVectorEncoder) else {"convert_to_tensor": True}
-        images = self._encode(model.encode_query, self.images, self.rows, options)
-        captions = self._encode(model.encode_document, self.captions, range(len(self.captions)), options)
+        images, captions = self._encode(model)
         similarity, is_cosine = self.similarity_fct or model.similarity, False
-        if isinstance(model, MultiVectorEncoder):
-            images, captions = join_sets(images), join_sets(captions)
-        else:
-            images, captions = torch.stack(images), torch.stack(captions)
-            if similarity == model.similarity and model.similarity_fn_name == "cosine":  # as products, which tie
-                similarity, is_cosine = None, True
+        is_of_vectors = not isinstance(model, MultiVectorEncoder)
+        if (
+            is_of_vectors and similarity == model.similarity and model.similarity_fn_name == "cosine"
+        ):  # as products, which tie
+            similarity, is_cosine = None, True
         ranks = retrieval_ranks(images, captions, self.image_of_caption, similarity, normalize=is_cosine)
-        found = retrieval_metrics(ranks)
-        metrics = {metric: found[metric] for metric in METRICS}
+        values = retrieval_metrics(ranks)
+        metrics = {metric: values[metric] for metric in METRICS}
         if output_path is not None and self.write_csv and _is_first_process():
             self._append_row(Path(output_path, self.csv_file), [epoch, steps, *metrics.values()])
         metrics = self.prefix_name_to_metrics(metrics, self.name)
@@ -109,9 +111,23 @@ class CrossModalRetrievalEvaluator(BaseEvaluator):
                 writer.writerow(["epoch", "steps", *METRICS])
             writer.writerow(values)
 
-    def _encode(self, encode: Callable[..., Any], inputs: Any, rows: Sequence[int], options: dict) -> list[Tensor]:
-        parts = [[inputs[row] for row in rows[start : start + INPUTS]] for start in range(0, len(rows), INPUTS)]
-        return [row for part in parts for row in encode(part, batch_size=self.batch_size, **options)]
+    def _encode(self, model: Any) -> tuple[Tensor, Tensor]:
+        """Return the embeddings of the images and of the captions, or sets with zeros as padding."""
+        options: dict[str, Any] = {"batch_size": self.batch_size}
+        if not isinstance(model, MultiVectorEncoder):
+            options["convert_to_tensor"] = True
+        image_embeddings: list[Tensor] = []
+        for start in range(0, len(self.rows), INPUTS):
+            images = []
+            for row in self.rows[start : start + INPUTS]:
+                image = self.images[row]
+                check_path(f"images[{row}]", image)
+                images.append(image)
+            image_embeddings += model.encode_query(images, **options)
+        caption_embeddings = model.encode_document(self.captions, **options)
+        if isinstance(model, MultiVectorEncoder):
+            return join_sets(image_embeddings), join_sets(caption_embeddings)
+        return torch.stack(image_embeddings), caption_embeddings
 
 
 def _checked_captions(captions: Sequence[str | Sequence[str]]) -> list[list[str]]:
@@ -123,14 +139,14 @@ def _checked_captions(captions: Sequence[str | Sequence[str]]) -> list[list[str]
     if isinstance(captions, str):
         raise ValueError(f"captions must be a list with captions of each image, got the text {captions!r}")
     texts = []
-    for row, given in enumerate(captions):
-        if isinstance(given, str):
-            _check_caption(f"captions[{row}]", given)
-            texts.append([given])
+    for row, captions_of_row in enumerate(captions):
+        if isinstance(captions_of_row, str):
+            _check_caption(f"captions[{row}]", captions_of_row)
+            texts.append([captions_of_row])
             continue
-        if not isinstance(given, Iterable) or isinstance(given, (Mapping, bytes)):
-            raise ValueError(f"captions[{row}] must be a caption or a list of captions, got {given!r}")
-        texts_of_row = list(given)
+        if not isinstance(captions_of_row, Iterable) or isinstance(captions_of_row, (Mapping, bytes)):
+            raise ValueError(f"captions[{row}] must be a caption or a list of captions, got {captions_of_row!r}")
+        texts_of_row = list(captions_of_row)
         for number, text in enumerate(texts_of_row):
             _check_caption(f"captions[{row}][{number}]", text)
         texts.append(texts_of_row)
@@ -148,8 +164,8 @@ def _check_number(images: int, captions: Sequence[Any], image_ids: Sequence[Any]
     """Raise ``ValueError`` unless there are captions and an id of each image."""
     if images == 0:
         raise ValueError("images must be at least one, got none")
-    for name, what, rows in (("captions", "captions", captions), ("image_ids", "an id", image_ids)):
-        expected = f"expected {what} of each of {images} images, got {len(rows)}"
+    for name, contents, rows in (("captions", "captions", captions), ("image_ids", "an id", image_ids)):
+        expected = f"expected {contents} of each of {images} images, got {len(rows)}"
         if len(rows) < images:
             raise ValueError(f"{name}[{len(rows)}] is missing: {expected}")
         if len(rows) > images:

@@ -38,17 +38,19 @@ class LossStateCallback(TrainerCallback):
 
     def __init__(self, loss: nn.Module | Mapping[str, nn.Module]):
         self.losses: dict[str, RetrievalLoss] = {}
-        for name, module in (loss if isinstance(loss, Mapping) else {"loss": loss}).items():
-            for path, part in module.named_modules():
-                if isinstance(part, RetrievalLoss):
-                    self.losses[f"{name}.{path}"] = part
-                    part.is_in_checkpoints = True
+        losses = loss if isinstance(loss, Mapping) else {"loss": loss}
+        for name, outer_loss in losses.items():
+            for path, module in outer_loss.named_modules():
+                if isinstance(module, RetrievalLoss):
+                    self.losses[f"{name}.{path}"] = module
+                    module.is_in_checkpoints = True
         if not self.losses:
             raise ValueError(f"loss must be a RetrievalLoss, or hold one, got {loss}")
         self._saving: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """Restore the losses from what the trainer has loaded into the optimizer, and add them to what it saves."""
+        self._clear_gradients()
         optimizer = getattr(optimizer, "optimizer", optimizer)  # that in the wrapper of accelerate
         if not isinstance(optimizer, Optimizer):
             raise ValueError(f"the state of a loss is saved with an optimizer of torch, got {type(optimizer).__name__}")
@@ -63,6 +65,14 @@ class LossStateCallback(TrainerCallback):
         if self._saving is not None:
             self._saving.remove()
         self._saving = optimizer.register_state_dict_post_hook(self._save)
+
+    def on_step_end(self, *arguments: Any, **options: Any) -> None:
+        self._clear_gradients()
+
+    def _clear_gradients(self) -> None:
+        """Clear the gradients of parameters of the losses, as the trainer does from sentence-transformers 6.2 on."""
+        for loss in self.losses.values():
+            loss.loss.zero_grad()
 
     def _states(self) -> dict[str, dict[str, Any]]:
         return {name: dict(loss.loss.state_dict()) for name, loss in self.losses.items()}

@@ -2,19 +2,25 @@
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from pytorch_metric_learning.losses import BaseMetricLossFunction
-from sentence_transformers import MultiVectorEncoder
-from sentence_transformers.base.losses import CachedLossMixin, RandContext
-from sentence_transformers.base.losses.gradcache import _create_minibatch
-from sentence_transformers.base.losses.merged_forward import embed_columns
 from torch import Tensor, distributed, nn
 from torch.nn.functional import pad
+from torch.utils.hooks import RemovableHandle
 
 from vl_plugins.distributed import DistributedLoss, all_gather_rows, world_size
 from vl_plugins.errors import number, warn_of_input
+from vl_plugins.integrations.sentence_transformers import host
+from vl_plugins.integrations.sentence_transformers.inputs import (
+    Column,
+    check_texts,
+    hash_inputs,
+    warn_of_hard_negatives,
+)
+from vl_plugins.integrations.sentence_transformers.processes import average_gradients, in_one_call
 from vl_plugins.integrations.sentence_transformers.scoring import join_sets
 from vl_plugins.losses import CrossModalLoss, PairLoss, Warmup
 from vl_plugins.losses.cross_modal import known_positives
@@ -24,8 +30,18 @@ from vl_plugins.registry import create_loss
 __all__ = ["CachedRetrievalLoss", "RetrievalLoss"]
 
 NO_IMAGE = torch.iinfo(torch.int64).min  # the image id of negatives
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-HASHED_ROWS = 32  # at a time, because an image has some 150,000 values
+
+
+class Rows(NamedTuple):
+    """What the B rows of a batch show.
+
+    Attributes:
+        images: (B,), equal for rows of one image.
+        ids: (B,) of each further column, equal for equal inputs; None if inputs cannot be compared.
+    """
+
+    images: Tensor
+    ids: list[Tensor] | None
 
 
 class RetrievalLoss(nn.Module):
@@ -50,8 +66,8 @@ class RetrievalLoss(nn.Module):
 
     Raises:
         UserError: an unknown loss or option.
-        ValueError: too few columns, labels that are no integers, inputs that cannot be compared without labels, or a
-            loss with parameters in several processes or with gradient caching.
+        ValueError: too few columns, labels that are no integers, inputs that cannot be compared without labels, or
+            paths of pictures that do not exist.
 
     Example::
 
@@ -61,7 +77,7 @@ class RetrievalLoss(nn.Module):
 
     uses_gradient_cache = False
     is_in_checkpoints = False  # of a trainer, see LossStateCallback
-    _has_warned = False
+    _has_begun = False
 
     def __init__(
         self,
@@ -75,8 +91,9 @@ class RetrievalLoss(nn.Module):
         self.model = model
         self.num_positives = number("num_positives", num_positives, least=1, kind=int)
         self.gather_across_devices = gather_across_devices
-        self.compares_sets = isinstance(model, MultiVectorEncoder)
-        self._config = {"loss": loss, **options}
+        self.compares_sets = isinstance(model, host.MultiVectorEncoder)
+        self._config = {"loss": loss} | options
+        self._averages: list[RemovableHandle] = []  # of the gradients of parameters, in the last call
         if self.compares_sets and isinstance(loss, str) and loss != "smooth_chamfer":
             options = {"distance": "smooth_chamfer"} | options
         self.loss = create_loss(loss, gather_across_devices=gather_across_devices, **options)
@@ -89,48 +106,59 @@ class RetrievalLoss(nn.Module):
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
         """Return the loss, given the preprocessed columns, anchors first, and integer image ids (B,) or None."""
         columns = list(sentence_features)
-        rows = self._rows(columns, labels)
-        if not self.compares_sets:
-            return self._loss_of(embed_columns(self.model, columns), rows)
-        return self._loss_of([self._embed(column) for column in columns], rows)
+        if torch.is_grad_enabled():
+            self._check_training(columns)
+        for handle in self._averages:
+            handle.remove()
+        value = self._value(columns, self._rows(columns, labels))
+        value, self._averages = average_gradients(value, self.loss.parameters())
+        return value
 
-    def _rows(self, columns: Sequence[dict[str, Any]], labels: Tensor | None) -> tuple[Tensor, list[Tensor] | None]:
-        """Return the images (B,), and the ids of the inputs of all further columns, (B,) each.
-
-        There are none if inputs cannot be compared and labels say which image is which.
-        """
-        if (world_size() > 1 or self.uses_gradient_cache) and any(p.requires_grad for p in self.loss.parameters()):
-            raise ValueError(f"{self.loss} has parameters, whose gradients would be neither averaged nor scaled")
-        self._warn_of_state()
-        if labels is None:
-            return _input_keys(columns[0]), [_ids(column) for column in columns[1:]]
-        if labels.ndim != 1 or labels.is_floating_point():
-            raise ValueError(f"labels must be integer image ids (B,), got {labels.dtype} {tuple(labels.shape)}")
-        try:
-            ids = [_ids(column) for column in columns[1:]]
-        except ValueError:
-            ids = None
-        return labels.long(), ids
-
-    def _warn_of_state(self) -> None:
-        """Warn in the first step of a training whose checkpoints do not have what the loss learns or counts."""
-        if self.is_in_checkpoints or self._has_warned or not torch.is_grad_enabled():
+    def _check_training(self, columns: Sequence[Column]) -> None:
+        """Raise ``ValueError`` for paths of pictures that do not exist; warn in the first step of likely mistakes."""
+        check_texts(self.model, columns)
+        if self._has_begun:
             return
-        self._has_warned = True
-        if self.loss.state_dict():
+        self._has_begun = True
+        if self.num_positives == 1:
+            warn_of_hard_negatives(self.model, columns)
+        if not self.is_in_checkpoints and self.loss.state_dict():
             name = type(self.loss).__name__
             warn_of_input(
                 f"the trainer's checkpoints do not have the parameters or the warm-up of {name}, which start anew when "
                 "training resumes: give the trainer callbacks=[LossStateCallback(loss)]"
             )
 
-    def _embed(self, column: dict[str, Any]) -> Tensor:
-        if not self.compares_sets:
-            return self.model(column)["sentence_embedding"]
-        outputs = self.model(column, task=column["task"])
-        return join_sets(outputs["token_embeddings"], outputs["attention_mask"])
+    def _rows(self, columns: Sequence[Column], labels: Tensor | None) -> Rows:
+        if labels is None:
+            return Rows(hash_inputs(columns[0]), [hash_inputs(column) for column in columns[1:]])
+        if labels.ndim != 1 or labels.is_floating_point():
+            raise ValueError(f"labels must be integer image ids (B,), got {labels.dtype} {tuple(labels.shape)}")
+        try:
+            ids = [hash_inputs(column) for column in columns[1:]]
+        except ValueError:
+            ids = None
+        return Rows(labels.long(), ids)
 
-    def _loss_of(self, embeddings: Sequence[Tensor], rows: tuple[Tensor, list[Tensor] | None]) -> Tensor:
+    def _value(self, columns: list[Column], rows: Rows) -> Tensor:
+        embed = self._embed_sets if self.compares_sets else self._embed_vectors
+        outputs = in_one_call(self.model, embed, columns)
+        return self._loss_of(outputs["sentence_embedding"], rows)
+
+    @staticmethod
+    def _embed_vectors(model: Any, columns: Sequence[Column]) -> dict[str, Tensor]:
+        """Return embeddings (columns, B, D), by the host's name, under which ``MatryoshkaLoss`` cuts them."""
+        return {"sentence_embedding": torch.stack(host.embed_columns(model, columns))}
+
+    @staticmethod
+    def _embed_sets(model: Any, columns: Sequence[Column]) -> dict[str, list[Tensor]]:
+        sets = []
+        for column in columns:
+            outputs = model(column, task=column["task"])
+            sets.append(join_sets(outputs["token_embeddings"], outputs["attention_mask"]))
+        return {"sentence_embedding": sets}
+
+    def _loss_of(self, embeddings: Sequence[Tensor], rows: Rows) -> Tensor:
         images, ids = rows
         k = self.num_positives
         anchors, captions = self._join(embeddings[:1]), self._join(embeddings[1 : 1 + k])
@@ -142,10 +170,10 @@ class RetrievalLoss(nn.Module):
             if ids is not None:
                 call["negative_ids"] = torch.cat(ids[k:])
         if not self.takes_ids:
-            return self._loss_of_host(anchors, images, **call)
+            return self._loss_of_pairs(anchors, images, **call)
         return self.loss(anchors, images, **call)
 
-    def _loss_of_host(
+    def _loss_of_pairs(
         self,
         anchors: Tensor,
         images: Tensor,
@@ -161,32 +189,37 @@ class RetrievalLoss(nn.Module):
         if negatives is not None:
             candidates = torch.cat([ref_emb, negatives])
             labels = torch.cat([ref_labels, images.new_full((len(negatives),), NO_IMAGE)])
-            ids = None if ids is None or negative_ids is None else torch.cat([ids, negative_ids])
+            if ids is not None and negative_ids is not None:
+                ids = torch.cat([ids, negative_ids])
         if self.gather_across_devices:
-            loss, sides = loss.loss, full_precision(anchors, candidates)
-            anchors, candidates, images, labels, ids = all_gather_rows(*sides, images, labels, ids)
+            loss = loss.loss
+            anchors, candidates = full_precision(anchors, candidates)
+            anchors, candidates, images, labels, ids = all_gather_rows(anchors, candidates, images, labels, ids)
         if isinstance(loss, CrossModalLoss):
             return loss(anchors, images, ref_emb=candidates, ref_labels=labels, ref_ids=ids)
         if ids is None:
             return loss(anchors, images, None, candidates, labels)
-        known = known_positives(images, labels, ids)
         positive = images[:, None] == labels
-        pairs = *positive.nonzero(as_tuple=True), *(~positive & ~known).nonzero(as_tuple=True)
+        negative = ~positive & ~known_positives(images, labels, ids)
+        pairs = positive.nonzero(as_tuple=True) + negative.nonzero(as_tuple=True)
         return loss(anchors, images, pairs, candidates, labels)
 
-    def _join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Concatenate rows; sets are padded to the size of the largest one in all processes."""
-        if self.compares_sets:
-            size = torch.tensor(max(part.shape[1] for part in parts), device=parts[0].device)
-            if self.gather_across_devices and world_size() > 1:
-                distributed.all_reduce(size, op=distributed.ReduceOp.MAX)
-            parts = [pad(part, (0, 0, 0, int(size) - part.shape[1])) for part in parts]
-        return torch.cat(list(parts))
+    def _join(self, embeddings: Sequence[Tensor]) -> Tensor:
+        """Concatenate rows of vectors, or of sets, which are padded to the size of the largest one in all processes."""
+        if not self.compares_sets:
+            return torch.cat(tuple(embeddings))
+        size = torch.tensor(max(sets.shape[1] for sets in embeddings), device=embeddings[0].device)
+        if self.gather_across_devices and world_size() > 1:
+            distributed.all_reduce(size, op=distributed.ReduceOp.MAX)
+        padded = []
+        for sets in embeddings:
+            padded.append(pad(sets, (0, 0, 0, int(size) - sets.shape[1])))
+        return torch.cat(padded)
 
     def get_config_dict(self) -> dict[str, Any]:
         """Return the options, for the model card."""
-        own = {"num_positives": self.num_positives, "gather_across_devices": self.gather_across_devices}
-        return self._config | own
+        columns = {"num_positives": self.num_positives, "gather_across_devices": self.gather_across_devices}
+        return self._config | columns
 
     @property
     def citation(self) -> str:
@@ -196,7 +229,7 @@ class RetrievalLoss(nn.Module):
         return "\n".join(f"@misc{{vl_plugins_{i}, note={{{paper}}}}}" for i, paper in enumerate(sorted(papers)))
 
 
-class CachedRetrievalLoss(CachedLossMixin, RetrievalLoss):
+class CachedRetrievalLoss(host.CachedLossMixin, RetrievalLoss):
     """:class:`RetrievalLoss` of batches whose activations do not fit in memory, with equal value and gradients.
 
     Inputs are embedded in mini-batches, first without gradients and then again with them and with the same dropout (Gao
@@ -211,25 +244,62 @@ class CachedRetrievalLoss(CachedLossMixin, RetrievalLoss):
         super().__init__(model, *arguments, **options)
         self.mini_batch_size = number("mini_batch_size", mini_batch_size, least=1, kind=int)
 
-    def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
-        columns = list(sentence_features)
-        rows: Any = self._rows(columns, labels)
-        return CachedLossMixin.forward_cached(self, columns, rows)
+    def _value(self, columns: list[Column], rows: Any) -> Tensor:
+        call: Any = CachedCall(self)
+        value = host.CachedLossMixin.forward_cached(call, columns, rows)
+        if call.value.requires_grad:
+            value = value + call.value - call.value.detach()
+        return value
 
     def calculate_loss(self, reps: list[list[Tensor]], labels: Any = None, *, with_backward: bool = False) -> Tensor:
-        loss = self._loss_of(list(map(self._join, reps)), labels)
-        if with_backward:
-            loss.backward()
-        return loss.detach() if with_backward else loss
+        """Return the loss of embeddings, of each column in mini-batches, and of ``labels``, which are :class:`Rows`.
+
+        With ``with_backward``, the embeddings get their gradients, and the value keeps its graph to the parameters of
+        the loss alone.
+        """
+        value = self._loss_of([self._join(column) for column in reps], labels)
+        if not with_backward:
+            return value
+        embeddings = list(chain.from_iterable(reps))
+        parameters = [parameter for parameter in self.loss.parameters() if parameter.requires_grad]
+        gradients = torch.autograd.grad(value, embeddings + parameters, allow_unused=True)
+        for rows, gradient in zip(embeddings, gradients, strict=False):
+            rows.grad = gradient
+        value = value.detach()
+        for parameter, gradient in zip(parameters, gradients[len(embeddings) :], strict=True):
+            if gradient is not None:
+                value = value + (gradient * (parameter - parameter.detach())).sum()  # adds 0 to the value
+        return value
 
     def embed_minibatch(self, sentence_feature, begin, end, with_grad, copy_random_state, random_state=None):
-        part = _create_minibatch(sentence_feature, begin, end)
+        column = host.create_minibatch(sentence_feature, begin, end)
         with random_state or nullcontext(), torch.set_grad_enabled(with_grad):
-            state = RandContext(*part.values()) if copy_random_state else None
-            return self._embed(part), state
+            state = host.RandContext(*column.values()) if copy_random_state else None
+            if self.compares_sets:
+                return self._embed_sets(self.model, [column])["sentence_embedding"][0], state
+            return self.model(column)["sentence_embedding"], state
 
     def get_config_dict(self) -> dict[str, Any]:
         return super().get_config_dict() | {"mini_batch_size": self.mini_batch_size}
+
+
+class CachedCall:
+    """Stands for a cached loss in one call of the host, and keeps the value with its graph, which the host cuts off.
+
+    The value is that of ``MatryoshkaLoss`` if it has replaced ``calculate_loss``, so its weights count.
+    """
+
+    value: Tensor
+
+    def __init__(self, loss: CachedRetrievalLoss):
+        self.loss = loss
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loss, name)
+
+    def calculate_loss(self, reps: list[list[Tensor]], labels: Any = None, *, with_backward: bool = False) -> Tensor:
+        self.value = self.loss.calculate_loss(reps, labels, with_backward=with_backward)
+        return self.value
 
 
 def _takes_ids(loss: Any) -> bool:
@@ -237,36 +307,3 @@ def _takes_ids(loss: Any) -> bool:
     if isinstance(loss, Warmup):
         return _takes_ids(loss.first) and _takes_ids(loss.then)
     return isinstance(getattr(loss, "base", loss), PairLoss)
-
-
-def _input_keys(features: dict[str, Any]) -> Tensor:
-    """Hash the input of each row of a column to 64 bits, (B,) int64; padding of tokens does not count."""
-    tensors = {name: value for name, value in features.items() if isinstance(value, Tensor) and value.ndim > 0}
-    tensors.pop("prompt_length", None)  # of the whole column
-    if len(set(map(len, tensors.values()))) != 1 or {"cu_seq_lens_q", "offsets"} & tensors.keys():
-        raise ValueError(
-            f"{', '.join(tensors)} cannot be compared by rows: add a column `label` with integer image ids"
-        )
-    mask = tensors.pop("attention_mask", torch.empty(0))
-    keys = torch.zeros((), dtype=torch.int64)
-    for name in sorted(tensors):
-        bits = tensors[name].flatten(1) if tensors[name].ndim > 1 else tensors[name][:, None]  # (B, N)
-        if bits.is_floating_point():
-            bits = bits.contiguous().view(INTEGERS[bits.element_size()])
-        weights = mask if mask.shape == bits.shape else bits.new_ones(()).expand_as(bits)
-        parts = zip(bits.split(HASHED_ROWS), weights.long().split(HASHED_ROWS), strict=True)
-        sums = [(_mix(part + _mix(weight.cumsum(1))) * weight).sum(1) for part, weight in parts]
-        keys = _mix(keys + torch.cat(sums))
-    return keys
-
-
-def _ids(column: dict[str, Any]) -> Tensor:
-    """Return ids of the inputs of a column, (B,), equal for equal inputs; 0 or larger."""
-    return _input_keys(column) & torch.iinfo(torch.int64).max
-
-
-def _mix(values: Tensor) -> Tensor:
-    """Map int64 to int64 one-to-one so that similar values become dissimilar (finalizer of SplitMix64)."""
-    values = (values ^ (values >> 30)) * (0xBF58476D1CE4E5B9 - 2**64)
-    values = (values ^ (values >> 27)) * (0x94D049BB133111EB - 2**64)
-    return values ^ (values >> 31)

@@ -4,9 +4,12 @@ import contextlib
 import hashlib
 import random
 from collections.abc import Iterator
+from typing import TypeVar
 
 import numpy as np
 import torch
+
+Words = TypeVar("Words", np.ndarray, torch.Tensor)
 
 
 def derived_seed(*parts: int | str) -> int:
@@ -45,10 +48,20 @@ def generators_kept() -> Iterator[None]:
 def random_words(seeds: np.ndarray | int, numbers: np.ndarray) -> np.ndarray:
     """Return random 64-bit integers that depend on a seed and a number alone, elementwise.
 
-    This is the output function of SplitMix64 (Steele et al. 2014), after a step of so many times its constant.
+    This is SplitMix64 (Steele et al. 2014) after as many steps as each number says.
     """
     steps = numbers.astype(np.uint64) + np.uint64(1)
-    words = np.asarray(seeds).astype(np.uint64) + steps * np.uint64(0x9E3779B97F4A7C15)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+    states = np.asarray(seeds).astype(np.uint64) + steps * np.uint64(0x9E3779B97F4A7C15)
+    return mix_words(states.view(np.int64)).view(np.uint64)
+
+
+def mix_words(words: Words) -> Words:
+    """Map 64-bit integers one-to-one to integers that look random, by the output function of SplitMix64.
+
+    Args:
+        words: int64, an array or a tensor on any device. A mask after each shift keeps the sign out, as in unsigned
+            integers, which torch lacks.
+    """
+    words = (words ^ (words >> 30 & (1 << 34) - 1)) * (0xBF58476D1CE4E5B9 - (1 << 64))
+    words = (words ^ (words >> 27 & (1 << 37) - 1)) * (0x94D049BB133111EB - (1 << 64))
+    return words ^ (words >> 31 & (1 << 33) - 1)

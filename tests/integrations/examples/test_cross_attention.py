@@ -36,7 +36,7 @@ def test_similarity_is_that_of_plain_loops():
 
 @pytest.mark.parametrize("loss", ["unified", "goal"])
 def test_it_learns(loss, capsys):
-    metrics = main(loss, "25")
+    metrics = main(loss, 25)
     for recall in ("image_to_text_R@1", "text_to_image_R@1"):
         assert metrics["before"][recall] < 0.05
         assert metrics["after"][recall] > 0.15

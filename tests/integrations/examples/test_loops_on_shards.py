@@ -1,7 +1,11 @@
 """Loops with plain torch, Accelerate and Lightning take the steps of the plain formula on the joined batches."""
 
 import functools
+import os
 import re
+import shlex
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -11,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.processes import in_processes
 from vl_plugins import create_loss
-from vl_plugins.data import CaptionSampler, normalize_caption
+from vl_plugins.data import CaptionSampler, normalize_caption, read_karpathy, write_shards
 
 accelerate = pytest.importorskip("accelerate", reason="needs pip install 'vl_plugins[pml]'")
 lightning = pytest.importorskip("lightning", reason="needs pip install 'vl_plugins[lightning]'")
@@ -21,6 +25,8 @@ lightning_module = pytest.importorskip("vl_plugins.integrations.examples.lightni
 
 PAGE = (Path(__file__).parents[3] / "docs/guides/own_loop.md").read_text(encoding="utf-8")
 PLAIN, *_ = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+COMMANDS = "".join(re.findall(r"^```bash\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL))
+COMMANDS = [shlex.split(line, comments=True) for line in COMMANDS.replace("\\\n", " ").splitlines()]
 IMAGES, EPOCHS, LEARNING_RATE = 32, 2, 0.05  # of all processes
 
 
@@ -141,3 +147,29 @@ def test_steps_are_those_of_the_plain_formula(train, world_size, shards, trained
     assert len(trained[world_size]) == world_size
     for weights_of_process in trained[world_size]:
         torch.testing.assert_close(weights_of_process[loop], after, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def folder(toy_scenes, tmp_path_factory):
+    """Folder with shards of 64 images by the names of the guide."""
+    folder = tmp_path_factory.mktemp("guide")
+    images = read_karpathy(toy_scenes / "dataset_toy.json", "coco")
+    write_shards(images, toy_scenes, folder / "toy-shards", samples_per_shard=16)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command", COMMANDS, ids=lambda command: f"{command[0]}-{command[command.index('-m') + 1].split('.')[-1]}"
+)
+def test_commands_of_the_guide(command, folder):
+    """Those for two processes start two."""
+    program = Path(sys.executable).with_name(command[0])
+    search_path = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": search_path, "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run([program, *command[1:]], cwd=folder, env=environment, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    if "accelerate_loop" in " ".join(command):
+        expected = 1 if command[0] == "python" else 2
+        assert f"processes: {expected}\n" in finished.stdout
+        assert len(re.findall(r"^epoch \d: loss \d", finished.stdout, flags=re.MULTILINE)) == 2

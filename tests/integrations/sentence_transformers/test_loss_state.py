@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from packaging.version import Version
 
+from tests.helpers.processes import in_processes
 from vl_plugins.errors import InputWarning
 
 reason = "needs pip install 'vl_plugins[sentence-transformers]'"
@@ -84,10 +84,34 @@ def test_a_resumed_run_ends_as_the_whole_run(make_loss, clip_folder, scenes, tmp
     assert len(whole) == 5
     assert whole[0] != whole[2] != whole[4]
     assert resumed[0] == whole[2]
-    # Before 6.2 the gradients of the loss's parameters are never cleared, and a new process begins without them.
-    if Version(host.__version__) >= Version("6.2") or not any("scale" in name for name, _ in whole[0]):
-        assert resumed == whole[2:]
-        torch.testing.assert_close(found, right, rtol=0, atol=0)
+    assert resumed == whole[2:]
+    torch.testing.assert_close(found, right, rtol=0, atol=0)
+
+
+def scale_of_all(model, kind=ours.CachedRetrievalLoss):
+    return kind(model, "unified", num_positives=5, gather_across_devices=True, learn_scale=True, scale=20)
+
+
+def resume_in_process(rank, folder, pictures, output):
+    """Return the scales at each step of a whole run and of a resumed one."""
+    data, _ = example.read_scenes(pictures, train=8, val=1, test=1)
+    options = {"per_device_train_batch_size": 4}
+    whole, _ = train(folder, data, output, scale_of_all, **options)
+    plain = partial(scale_of_all, kind=ours.RetrievalLoss)
+    resumed, _ = train(folder, data, f"{output}/resumed", plain, resume=f"{output}/checkpoint-2", **options)
+    return [whole, resumed]
+
+
+def test_a_learned_scale_in_two_processes(clip_folder, scenes, tmp_path):
+    """It is that of one process with all rows, with gradient caching, and after a checkpoint, without."""
+    whole, _ = train(clip_folder, scenes, tmp_path / "one", scale_of_all)
+    right = [pytest.approx(values[0][1], abs=1e-5) for values in whole]
+    assert whole[0] != whole[2] != whole[4]
+    for scales in in_processes(
+        resume_in_process, 2, clip_folder, str(tmp_path / "scenes"), str(tmp_path), joined=False
+    ):
+        assert [values[0][1] for values in scales[0]] == right
+        assert [values[0][1] for values in scales[1]] == right[2:]
 
 
 def test_a_loss_whose_state_is_not_in_the_checkpoints(clip_folder, scenes, tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pytorch_metric_learning.losses import MultiSimilarityLoss, ProxyAnchorLoss
+from pytorch_metric_learning.losses import BaseMetricLossFunction, MultiSimilarityLoss
 from torch import nn
 
 from tests.helpers.processes import in_processes
@@ -22,6 +22,12 @@ REPEATED = [1, 2, 1, 3, 4, 4]
 POSITIVES = [[11, 21, 31, 41, 51], [12, 13, 32, 42, 52], [13, 23, 33, 43, 53], [16, 24, 34, 44, 54]]
 POSITIVES += [[15, 25, 35, 45, 55], [17, 26, 36, 46, 56]]
 NEGATIVES = [[16, 61], [62, 63], [64, 65], [66, 67], [68, 69], [15, 60]]
+# Losses with parameters.
+LEARNING = {
+    "unified": {"learn_scale": True, "scale": 20},
+    "siglip": {"learn_scale": True, "scale": 10, "learn_bias": True},
+    "vlc": {"distance": "match_probability"},
+}
 
 
 class Lookup(nn.Module):
@@ -150,6 +156,30 @@ def test_losses_that_have_parts():
         RetrievalLoss(model, DistributedLoss(create_loss("unified")))
 
 
+@pytest.mark.parametrize("kind", [RetrievalLoss, CachedRetrievalLoss])
+def test_in_matryoshka_loss(kind):
+    """Value and gradients are the weighted sum over the first dimensions of the unit vectors, in a plain loop."""
+    columns, captions = make_batch(2, 1)
+    reference, model, masks = create_loss("unified", **LEARNING["unified"]), Lookup(), masks_of(REPEATED, captions, 2)
+    right = 0
+    for dim, weight in ((8, 1.0), (4, 0.5), (2, 3.0)):
+        cosines = torch.empty(len(REPEATED), len(captions), dtype=torch.float64)
+        for row, image in enumerate(REPEATED):
+            for place, caption in enumerate(captions):
+                cosines[row, place] = torch.cosine_similarity(
+                    model.table[image, :dim], model.table[caption, :dim], dim=0
+                )
+        right = right + weight * reference.from_similarities(cosines, *masks)
+    gradients = torch.autograd.grad(3 * right, [model.table, reference.log_scale])
+    options = {"mini_batch_size": 4} if kind is CachedRetrievalLoss else {}
+    own = kind(Lookup(), "unified", 2, **options, **LEARNING["unified"])
+    own.model.get_embedding_dimension = lambda: 8
+    value = host.MatryoshkaLoss(own.model, own, [8, 4, 2], [1.0, 0.5, 3.0])(columns, None)
+    (3 * value).backward()
+    results = [value.detach(), own.model.table.grad, own.loss.log_scale.grad]
+    torch.testing.assert_close(results, [right.detach(), *gradients], rtol=1e-5, atol=1e-6)
+
+
 class ByPixels(Lookup):
     def forward(self, features, **_):
         if "pixel_values" not in features:
@@ -178,20 +208,124 @@ def test_vlc_is_multiple_negatives_ranking_loss():
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "labels", "message"),
+    ("labels", "message"),
     [
-        (RetrievalLoss, "unified", torch.rand(6), "integer image ids"),
-        (RetrievalLoss, "unified", torch.ones(6, 2, dtype=torch.long), "integer image ids"),
-        (RetrievalLoss, "unified", None, "add a column `label`"),
-        (CachedRetrievalLoss, ProxyAnchorLoss(num_classes=3, embedding_size=8), torch.arange(6), "has parameters"),
+        (torch.rand(6), "integer image ids"),
+        (torch.ones(6, 2, dtype=torch.long), "integer image ids"),
+        (None, "add a column `label`"),
     ],
 )
-def test_rows_and_gradients_that_would_be_wrong(kind, name, labels, message):
-    """Flattened inputs have no rows, and the gradients of a loss's parameters would not be scaled."""
+def test_rows_that_cannot_be_told_apart(labels, message):
+    """Flattened inputs have no rows."""
     columns, _ = make_batch(1, 0)
     columns[1] |= {"cu_seq_lens_q": torch.arange(7)}
     with pytest.raises(ValueError, match=message):
-        kind(Lookup(), name)(columns, labels)
+        RetrievalLoss(Lookup(), "unified")(columns, labels)
+
+
+def value_and_gradients(loss, columns):
+    """Return the value and the gradients of 3 times the loss, of the model and of the loss's parameters."""
+    value = loss(columns)
+    loss.zero_grad()
+    (3 * value).backward()
+    return [value.detach(), loss.model.table.grad.clone(), *(number.grad.clone() for number in loss.loss.parameters())]
+
+
+def expected_of_learned(name):
+    columns, captions = make_batch(2, 1)
+    loss, model, masks = create_loss(name, **LEARNING[name]), Lookup(), masks_of(REPEATED, captions, 2)
+    vectors = model.table[REPEATED], model.table[captions]
+    value = loss.from_similarities(loss.distance(*vectors), *masks)
+    gradients = torch.autograd.grad(3 * value, [model.table, *loss.parameters()])
+    assert all(gradient.abs().max() > 1e-3 for gradient in gradients)
+    return columns, [value.detach(), *gradients]
+
+
+@pytest.mark.parametrize("kind", [RetrievalLoss, CachedRetrievalLoss])
+@pytest.mark.parametrize("name", LEARNING)
+def test_parameters_of_losses(name, kind):
+    """Their gradients are those of the whole batch, with gradient caching, too."""
+    columns, right = expected_of_learned(name)
+    options = {"mini_batch_size": 4} if kind is CachedRetrievalLoss else {}
+    loss = kind(Lookup(), name, 2, **options, **LEARNING[name])
+    torch.testing.assert_close(value_and_gradients(loss, columns), right, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(value_and_gradients(loss, columns), right, rtol=1e-6, atol=1e-6)
+    with torch.no_grad():
+        torch.testing.assert_close(loss(columns), right[0], rtol=1e-6, atol=1e-6)
+
+
+def learn_in_process(rank):
+    """Return value and gradients of each loss with half of the rows; the model's are not averaged."""
+    columns, _ = make_batch(2, 1)
+    columns = [{name: value[3 * rank : 3 * rank + 3] for name, value in part.items()} for part in columns]
+    results = {}
+    for name, options in LEARNING.items():
+        for kind in ("RetrievalLoss", "CachedRetrievalLoss"):
+            loss = getattr(ours, kind)(Lookup(), name, 2, gather_across_devices=True, **options)
+            value_and_gradients(loss, columns)  # again: what a step leaves behind does not count
+            results[f"{name} {kind}"] = value_and_gradients(loss, columns)
+    return results
+
+
+def test_parameters_of_losses_in_two_processes():
+    """Each process gets the gradients of the whole batch, as nothing else averages those of parameters of the loss."""
+    first, second = in_processes(learn_in_process, 2)
+    assert len(first) == 6
+    for name, (value, table, *numbers) in first.items():
+        value_there, table_there, *numbers_there = second[name]
+        _, right = expected_of_learned(name.split()[0])
+        mean = [(value + value_there) / 2, (table + table_there) / 2]
+        torch.testing.assert_close([*mean, *numbers], right, rtol=1e-6, atol=1e-6)
+        assert numbers == numbers_there
+
+
+class Weighted(BaseMetricLossFunction):
+    """A loss of one's own with a parameter, which it does not use for a batch of one image."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def compute_loss(self, embeddings, labels, indices_tuple, ref_emb, ref_labels):
+        value = (embeddings @ ref_emb.T).sum()
+        value = value if len(labels.unique()) == 1 else value * self.weight
+        return {"loss": {"losses": value, "indices": None, "reduction_type": "already_reduced"}}
+
+
+def weight_in_process(rank):
+    columns = [column([1, 1] if rank == 0 else [2, 3]), column([11, 12])]
+    loss = RetrievalLoss(Lookup(), Weighted())
+    loss(columns).backward()
+    table = loss.model.table
+    own = 0.0 if rank == 0 else (table[[2, 3]] @ table[[11, 12]].T).sum().item()
+    return [loss.loss.weight.grad.item(), own]
+
+
+def test_a_process_that_does_not_use_a_parameter():
+    """It takes part in the mean with a gradient of 0."""
+    (first, _), (second, own) = in_processes(weight_in_process, 2)
+    assert first == second == pytest.approx(own / 2)
+
+
+def half_of_the_data(rank):
+    """Return the gradient of the scale where each process compares its own rows, and the first has a single image."""
+    columns, _ = make_batch(2, 0, images=[1, 1, 1, 3, 4, 5])
+    columns = [{name: value[3 * rank : 3 * rank + 3] for name, value in part.items()} for part in columns]
+    gradients = [value_and_gradients(RetrievalLoss(Lookup(), "unified", 2, **LEARNING["unified"]), columns)[2]]
+    loss = create_loss("unified", **LEARNING["unified"])
+    captions = [row[number] for number in range(2) for row in POSITIVES[3 * rank : 3 * rank + 3]]
+    images = [1, 1, 1] if rank == 0 else [3, 4, 5]
+    similarities = loss.distance(Lookup().table[images], Lookup().table[captions])
+    (3 * loss.from_similarities(similarities, *masks_of(images, captions, 2))).backward()
+    return [*gradients, loss.log_scale.grad]
+
+
+def test_parameters_of_processes_that_compare_their_own_rows():
+    """The model's gradients are averaged over the processes, and so are those of the loss."""
+    (first, own_first), (second, own_second) = in_processes(half_of_the_data, 2)
+    assert first == second
+    assert own_first != own_second
+    torch.testing.assert_close(first, (own_first + own_second) / 2)
 
 
 class Dropout(Lookup):
@@ -227,10 +361,6 @@ def in_process(rank, world_size):
     for kind, labels in CASES:
         loss = getattr(ours, kind)(Lookup(), "unified", 2, gather_across_devices=True)
         found += value_and_gradient(loss, columns, None if labels is None else torch.tensor(labels)[rows])
-    if world_size > 1:
-        loss = RetrievalLoss(Lookup(), {"name": "unified", "distance": "match_probability"})
-        with pytest.raises(ValueError, match="has parameters"):
-            loss(columns)
     return [part / world_size for part in found]
 
 

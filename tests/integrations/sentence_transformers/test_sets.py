@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from PIL import Image
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.processes import in_processes
 from vl_plugins import create_loss
@@ -120,7 +121,10 @@ def test_losses_of_sets(kind, clip_folder):
 def in_process(rank, world_size, folder):
     encoder = make_encoder(folder).eval()
     columns = make_columns(encoder, slice(rank * 4 // world_size, (rank + 1) * 4 // world_size))
-    value = ours.RetrievalLoss(encoder, "unified", 2, gather_across_devices=True)(columns)
+    loss = ours.RetrievalLoss(encoder, "unified", 2, gather_across_devices=True)
+    if world_size > 1:
+        loss.model = DistributedDataParallel(encoder, find_unused_parameters=True)  # as the trainer does
+    value = loss(columns)
     value.backward()
     weight = next(part for name, part in encoder.named_parameters() if name.endswith("token_embedding.weight"))
     return [value.detach() / world_size, weight.grad / world_size]
