@@ -111,6 +111,11 @@ def check_shards(option: str, pattern: str) -> None:
     """Raise ``UserError`` if local shards for open_clip's own reader do not exist."""
     shards = [shard for part in pattern.split("::") for shard in expand_braces(part)]
     missing = [shard for shard in shards if ":" not in shard and not os.path.exists(shard)]  # no program or URL
+    if missing and "*" in missing[0]:
+        raise UserError(
+            f"{option} {pattern}: open_clip's reader takes no names with *: write {{000000..000009}}, or add "
+            "--captions-per-image first, which asks for our reader"
+        )
     if missing:
         raise UserError(f"{option} {pattern}: {len(missing)} of {len(shards)} shards do not exist: {missing[0]}")
 

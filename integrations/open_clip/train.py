@@ -93,6 +93,9 @@ def train(args: Namespace) -> int:
         patches.enter_context(mock.patch.dict(autodecode.decoders, dict.fromkeys(PICKLES, bytes)))
         if trainer.main([]):
             return 2
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch."):  # which at exit lists what it compiled, though that is nothing
+            logging.getLogger(name).setLevel(logging.WARNING)
     if args.train_data and getattr(args, "save_logs", False):
         run = shlex.quote(os.path.join(args.logs, args.name))
         shards = shlex.quote(args.val_data) if args.val_data else "SHARDS"

@@ -32,6 +32,19 @@ def test_rows_of_others_have_an_rsum_in_percent(tmp_path):
     assert [item["rsum"] for item in read_results(file)] == [150.0, 300.0]
 
 
+@pytest.mark.parametrize("name", ["Unified_loss: 3.5 (3.1) Mean_positive: 0.2 (0.2)", "Contrastive_loss: 3.5 (3.1)"])
+def test_losses_are_those_of_open_clips_log(tmp_path, name):
+    """The mean of the last line of each epoch, which open_clip counts from 0."""
+    file = write_rows(tmp_path / "run/checkpoints/results.jsonl", row(0), row(1), row(2))
+    begin = "2026-01-01,10:00:00 | INFO | Train Epoch:"
+    lines = ["Start epoch 0"]
+    for epoch, loss in ((0, 9.0), (0, 8.5), (1, 7.0), (0, 8.0)):
+        lines.append(f"{begin} {epoch} [4/8 (50%)] LR: 0.1 Logit Scale: 14.3 {name} Loss: 1.0 ({loss})")
+    (tmp_path / "run/out.log").write_text("\n".join(lines))
+    assert [item.get("loss") for item in read_results(tmp_path / "run")] == [None, 8.0, 7.0]
+    assert read_results(file) == read_results(tmp_path / "run")
+
+
 @pytest.mark.parametrize("content", [b'{"epoch": 1, "rsum"', b'{"epoch": 1, "image_to_text_R@1": 1}', b"\xff"])
 def test_bad_results_are_named(tmp_path, content):
     file = write_rows(tmp_path / "results.jsonl")

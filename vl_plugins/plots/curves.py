@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ __all__ = ["plot_training_curves", "read_results"]
 # open_clip's own validation writes recalls, but neither RSUM nor similarities.
 RECALLS = tuple(f"{way}_R@{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5, 10))
 SIMILARITIES = ("positive_similarity", "hardest_negative_similarity")
+# Of a line in open_clip's out.log: the epoch, from 0, and the mean loss of its steps until then.
+LOGGED_LOSS = re.compile(r"Train Epoch: (\d+) .* Loss: \S+ \((\S+)\)")
 MARKERS = ("o", "s", "^", "D", "v")
 
 
@@ -28,7 +31,8 @@ def read_results(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Returns:
         At least one row, each with ``epoch`` and ``rsum``, [0, 600]; where vl_plugins validated, with
-        ``positive_similarity`` and ``hardest_negative_similarity``; all else as in the file.
+        ``positive_similarity`` and ``hardest_negative_similarity``; with ``loss``, the mean of the training in the
+        epoch, where the file or open_clip's ``out.log`` has it; all else as in the file.
 
     Raises:
         UserError: there is no such file, or a line is not JSON or lacks these.
@@ -52,11 +56,25 @@ def read_results(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
                 rows[int(row["epoch"])] = row | numbers
     if not rows:
         raise UserError(f"{file} holds no validation results")
+    for epoch, loss in _logged_losses(file.parent.parent / "out.log").items():
+        if epoch in rows:
+            rows[epoch]["loss"] = loss
     return [rows[epoch] for epoch in sorted(rows)]
 
 
+def _logged_losses(log: Path) -> dict[int, float]:
+    """Return the mean losses of epochs in open_clip's log; {} if there is none. The later line of an epoch counts."""
+    losses = {}
+    if log.is_file():
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+            match = LOGGED_LOSS.search(line)
+            if match:
+                losses[int(match[1]) + 1] = float(match[2])
+    return losses
+
+
 def plot_training_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], out: str | os.PathLike[str]) -> None:
-    """Draw RSUM and, where runs have them, the similarities of positives and hardest negatives over epochs.
+    """Draw RSUM and, where runs have them, training losses and similarities of positives and hardest negatives.
 
     As Figures 3 and 4 of "Unified Loss of Pair Similarity Optimization for Vision-Language Retrieval".
 
@@ -67,8 +85,11 @@ def plot_training_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], out: s
     figure = new_figure(10, 4.2)
     figure.get_layout_engine().set(wspace=0.06)
     ticker = require("matplotlib.ticker", extra="eval")
-    has_similarities = any("positive_similarity" in row for rows in runs.values() for row in rows)
-    rsum_axes, *others = figure.subplots(1, 2 if has_similarities else 1, squeeze=False)[0]
+    names = ["rsum"]
+    for name in ("loss", "positive_similarity"):
+        if any(name in row for rows in runs.values() for row in rows):
+            names.append(name)
+    axes_of = dict(zip(names, figure.subplots(1, len(names), squeeze=False)[0], strict=True))
     for index, (name, rows) in enumerate(runs.items()):
         style = {
             "color": COLORS[index % len(COLORS)],
@@ -76,21 +97,27 @@ def plot_training_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], out: s
             "markersize": 4,
             "markevery": 1 + len(rows) // 12,  # more would hide which lines are dashed
         }
-        rsum_axes.plot([row["epoch"] for row in rows], [row["rsum"] for row in rows], label=name, **style)
-        compared = [row for row in rows if "positive_similarity" in row]
-        epochs = [row["epoch"] for row in compared]
-        for axes in others if compared else ():
-            axes.plot(epochs, [row["positive_similarity"] for row in compared], "-", **style)
-            hardest = [row["hardest_negative_similarity"] for row in compared]
-            axes.plot(epochs, hardest, "--", markerfacecolor="white", **style)
-    rsum_axes.set(title="Retrieval quality", ylabel="RSUM (percent, at most 600)")
-    rsum_axes.legend()
-    for axes in others:
+        for value, axes in axes_of.items():
+            having = [row for row in rows if value in row]
+            epochs = [row["epoch"] for row in having]
+            axes.plot(epochs, [row[value] for row in having], label=name, **style)
+            if value == "positive_similarity":
+                hardest = [row["hardest_negative_similarity"] for row in having]
+                axes.plot(epochs, hardest, "--", markerfacecolor="white", **style)
+    axes_of["rsum"].set(title="Retrieval quality", ylabel="RSUM (percent, at most 600)")
+    axes_of["rsum"].legend()
+    if "loss" in axes_of:
+        axes_of["loss"].set(title="Training", ylabel="mean loss")
+    if "positive_similarity" in axes_of:
+        axes = axes_of["positive_similarity"]
         axes.set(title="Similarity of pairs", ylabel="mean cosine similarity")
+        handles = []
         for label, line_style, face in (("positives", "-", "0.3"), ("hardest negatives", "--", "white")):
-            axes.plot([], [], line_style, marker="o", color="0.3", markerfacecolor=face, markersize=4, label=label)
-        axes.legend()
-    for axes in (rsum_axes, *others):
+            handles += axes.plot(
+                [], [], line_style, marker="o", color="0.3", markerfacecolor=face, markersize=4, label=label
+            )
+        axes.legend(handles=handles)
+    for axes in axes_of.values():
         axes.set_xlabel("epoch")
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, min_n_ticks=1, steps=(1, 2, 5, 10)))
         style_curves(axes)

@@ -127,6 +127,7 @@ FLAGS = {
     f"{LOSS} --siglip": "--loss does not support --siglip",
     "--captions-per-image first --dataset-resampled": "does not support --dataset-resampled, because an epoch of our",
     "--validate-first": "--validate-first needs --train-data and --val-data",
+    f"{LOSS} --val-data toy-val-*.tar": "reader takes no names with *: write {000000..000009}, or add --capti",
     "--device 3": "--device 3: Invalid device string: '3'",
     "--los unified": "ambiguous option: --los could match",
 }
