@@ -80,7 +80,7 @@ class ResumedRun(NamedTuple):
         is_of_our_reader = self.settings.get("captions_per_image") is not None
         if is_of_our_reader and version.split(".")[:2] != __version__.split(".")[:2]:
             lines.append(f"--resume {self.file}: it is of vl_plugins {version}; images may come in another order now")
-        if args.train_data and args.captions_per_image is None:
+        if args.train_data and args.captions_per_image is None and (args.loss or args.head):
             lines.append(
                 f"--resume {self.file}: open_clip's reader does not repeat the batches of an interrupted epoch; "
                 "--captions-per-image first, random or all does"

@@ -1,5 +1,6 @@
 """Interrupted trainings go on as if nothing had happened."""
 
+import copy
 import itertools
 import os
 import re
@@ -8,6 +9,7 @@ import shutil
 
 import pytest
 import torch
+from open_clip_train import main as host
 from torch.multiprocessing import ProcessExitedException
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -94,6 +96,47 @@ def test_two_killed_processes_go_on_to_the_same_end(folder, shards):
     flags += ["--head", "set", "--distance", "match_probability"]
     straight, killed, _ = train_twice(folder, flags, die_in_the_second_epoch, world_size=2)
     check_equal(straight, killed)
+
+
+@pytest.mark.parametrize("step", [3, pytest.param(4, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)])
+def test_killed_in_short_epochs(folder, shards, step):
+    """Epochs of half of the images, whose order goes on in the next one; the third resumes from the last one saved."""
+    flags = [*TINY, *RANDOM, *shards, "--epochs", "3", "--train-num-samples", "8", "--head", "linear"]
+    straight, killed = folder / "straight", folder / "killed"
+    for each in (straight, killed):
+        each.mkdir()
+    in_processes(train, 1, straight, flags, joined=False)
+    with pytest.raises(ProcessExitedException, match="exit code 9"):
+        in_processes(die_at, 1, killed, flags, step, joined=False)
+    in_processes(train, 1, killed, [*flags, "--resume", "latest"], joined=False)
+    assert_equal_nested(read_checkpoint(killed, 3), read_checkpoint(straight, 3))
+
+
+def die_at(rank, folder, flags, step):
+    steps = itertools.count(1)
+    register_optimizer_step_post_hook(lambda *_: next(steps) == step and os._exit(9))
+    train(rank, folder, flags)
+
+
+def test_behind_open_clips_reader_the_state_is_that_of_the_epochs_start(folder, shards, monkeypatch, capfd):
+    """Weights, optimizer and learning rate; the reader shuffles anew, and the log says so."""
+    starts = []
+    train_one_epoch = host.train_one_epoch
+
+    def noted(model, data, loss, epoch, optimizer, scaler, scheduler, *given, **options):
+        scheduler(4 * epoch)
+        starts.append((epoch, copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()))))
+        train_one_epoch(model, data, loss, epoch, optimizer, scaler, scheduler, *given, **options)
+
+    monkeypatch.setattr(host, "train_one_epoch", noted)
+    flags = [*TINY, *shards[:2], "--train-num-samples", "16", "--workers", "1", "--loss", "siglip", "--epochs", "2"]
+    assert main(flags) == 0
+    assert main([*flags, "--name", "resumed", "--resume", "logs/run/checkpoints/epoch_1.pt"]) == 0
+    straight, resumed = starts[1:]
+    assert straight[0] == resumed[0] == 1
+    for expected, found in zip(straight[1], resumed[1], strict=True):
+        assert_equal_nested(found, expected)
+    assert "open_clip's reader does not repeat the batches of an interrupted epoch" in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize(

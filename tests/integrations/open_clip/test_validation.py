@@ -1,6 +1,7 @@
 """Validation during training: retrieval over all captions, in open_clip's reports."""
 
 import json
+import os
 from argparse import Namespace
 
 import open_clip_train.train
@@ -8,7 +9,11 @@ import pytest
 import torch
 from open_clip_train.data import DataInfo
 
+from tests.helpers.open_clip_training import TINY, read_results
+from tests.helpers.processes import in_processes
 from vl_plugins.data import EvaluationBatch, ShardDataset
+from vl_plugins.data.sources import read_karpathy
+from vl_plugins.integrations.open_clip.launcher import main
 from vl_plugins.integrations.open_clip.validation import evaluate
 
 
@@ -65,3 +70,37 @@ def test_other_data_stay_with_open_clip(setting):
 
     others = {"val": DataInfo([]), "imagenet-val": object()}
     assert evaluate(model, others, 2, args, host_evaluate=host_evaluate) == ["imagenet-val", "val"]
+
+
+def run_main(rank, folder, flags):
+    os.chdir(folder)
+    assert main(flags) == 0
+
+
+def test_all_processes_validate_and_open_clip_finds_the_same(tmp_path, toy_scenes):
+    """Pairs of images with one caption each: our metrics are open_clip's, and its loss, in one and in two processes."""
+    images = [image for image in read_karpathy(toy_scenes / "dataset_toy.json", "coco") if image.split == "val"]
+    rows = {image.captions[4]: f"{toy_scenes}/{image.file}\t{image.captions[4]}" for image in images[:30]}
+    assert len(rows) > 20
+    (tmp_path / "val.tsv").write_text("\n".join(["filepath\ttitle", *rows.values()]))
+    flags = [*TINY, "--val-data", "val.tsv", "--batch-size", "4"]
+    ours = ["--captions-per-image", "first"]
+    for name, processes, more in (("host", 1, []), ("one", 1, ours), ("two", 2, [*ours, "--dist-backend", "gloo"])):
+        in_processes(run_main, processes, tmp_path, [*flags, *more, "--name", name], joined=False)
+    host, one, two = (read_results(tmp_path, name)[0] for name in ("host", "one", "two"))
+    assert one == two
+    shared = [name for name in host if "_R@" in name or name == "clip_val_loss"]
+    assert len(shared) == 7
+    assert {name: one[name] for name in shared} == pytest.approx({name: host[name] for name in shared}, abs=1e-6)
+
+
+def test_programs_have_an_rsum(tmp_path, toy_shards, monkeypatch):
+    """open_clip ranks their pairs."""
+    monkeypatch.chdir(tmp_path)
+    val = ["--val-data", f"pipe:cat {toy_shards}/toy-val-000000.tar", "--val-num-samples", "8", "--workers", "1"]
+    val += ["--dataset-type", "webdataset", "--train-data", f"{toy_shards}/toy-train-000000.tar"]
+    assert main([*TINY, *val, "--captions-per-image", "first"]) == 0
+    row = read_results(tmp_path)[1]
+    recalls = [row[f"{way}_R@{k}"] for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)]
+    assert row["rsum"] == pytest.approx(100 * sum(recalls))
+    assert "clip_val_loss" in row
