@@ -34,7 +34,7 @@ from vl_plugins.data.shard_names import expand_braces
 from vl_plugins.data.table_collection import TableCollection, check_exists
 from vl_plugins.errors import UserError, number, user_errors
 from vl_plugins.integrations.open_clip.flags import IMAGE_KEY, OURS, SAMPLE_KEYS, check_refusals, flag, options_given
-from vl_plugins.integrations.open_clip.host import READS_SAMPLE_KEYS, batch_of, steps_between_logs, texts_of
+from vl_plugins.integrations.open_clip.host import READS_SAMPLE_KEYS, batch_of, is_logged, texts_of
 from vl_plugins.integrations.open_clip.steps import Steps, pad_id_of, token_ids
 
 ROWS_COUNTED = 100_000  # of a table, to find out whether images have several captions
@@ -58,16 +58,12 @@ class TrainingData:
     Args:
         data: of either reader; batches of ours are images, texts, labels and ids.
         steps: where to note them.
-        seed: of the process.
+        args: open_clip's options.
         pad_id: token that open_clip's reader fills up texts with, which gives ids of its texts; None for no ids.
-        log_every: after how many steps, and after the last, open_clip logs the loss.
     """
 
-    def __init__(
-        self, data: DataInfo, steps: Steps, seed: tuple[int, ...], pad_id: int | None = None, log_every: int = 1
-    ):
-        self.data, self.steps, self.seed, self.epoch, self.pad_id = data, steps, seed, 0, pad_id
-        self.log_every = log_every
+    def __init__(self, data: DataInfo, steps: Steps, args: Namespace, pad_id: int | None = None):
+        self.data, self.steps, self.args, self.epoch, self.pad_id = data, steps, args, 0, pad_id
         self.dataloader, self.is_ours = self, isinstance(data.sampler, CaptionSampler)
         self.num_batches, self.num_samples = data.dataloader.num_batches, data.dataloader.num_samples
 
@@ -76,7 +72,7 @@ class TrainingData:
         self.data.set_epoch(epoch)
         if self.is_ours:
             self.data.sampler.set_epoch(epoch)
-            seed_everything(derived_seed(*self.seed, epoch))
+            seed_everything(derived_seed(self.args.seed, self.args.rank, epoch))
 
     def __iter__(self) -> Iterator[Any]:
         per_step = self.steps.batches_per_step
@@ -85,7 +81,7 @@ class TrainingData:
         for index, batch in enumerate(read_batches("--train-data", self.data.dataloader)):
             step = index // per_step
             self.steps.number = self.epoch * steps_per_epoch + step
-            self.steps.is_logged = step % self.log_every == 0 or step == steps_per_epoch - 1
+            self.steps.is_logged = is_logged(step, steps_per_epoch, self.args)
             if self.is_ours:
                 images, texts, *labels = batch
                 self.steps.batches.append(dict(zip(KNOWN, labels, strict=True)))
@@ -295,8 +291,7 @@ def get_data(
     if "train" in data and ("train_data" in splits or args.loss):
         has_texts = args.loss and args.dataset_type != "synthetic"  # whose texts are all equal
         pad_id = pad_id_of(tokenizer) if has_texts else None
-        log_every = steps_between_logs(args)
-        data["train"] = TrainingData(data["train"], steps, (args.seed, args.rank), pad_id, log_every)
+        data["train"] = TrainingData(data["train"], steps, args, pad_id)
     if "val_data" in splits:
         dataset = ShardDataset(splits["val_data"], preprocess_fns[1], tokenizer, max_image_pixels=args.max_image_pixels)
         # FSDP's processes encode together, so all encode everything.

@@ -24,11 +24,11 @@ __all__ = [
     "batch_of",
     "data_parallel",
     "has_scaler",
+    "is_logged",
     "loss_replacement",
     "optimizer_replacements",
     "reading_replacements",
     "saving_replacement",
-    "steps_between_logs",
     "texts_of",
     "trained_model",
 ]
@@ -69,9 +69,10 @@ def trained_model(model: Any) -> nn.Module:
     return getattr(model, "module", model)
 
 
-def steps_between_logs(args: Namespace) -> int:
-    """Return after how many steps the trainer reads the losses."""
-    return max(1, getattr(args, "log_metric_every_n_steps", args.log_every_n_steps))
+def is_logged(step: int, steps: int, args: Namespace) -> bool:
+    """Return whether the trainer reads the losses of a step, which is counted from 0, of the ``steps`` of an epoch."""
+    intervals = {args.log_every_n_steps, getattr(args, "log_metric_every_n_steps", args.log_every_n_steps)}
+    return step == steps - 1 or any(step % max(1, interval) == 0 for interval in intervals)
 
 
 def has_scaler(args: Namespace) -> bool:
