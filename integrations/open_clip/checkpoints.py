@@ -28,7 +28,7 @@ FORCED = ("force_quick_gelu", "force_custom_text", "force_image_size", "force_co
 PREPROCESSING = ("image_mean", "image_std", "image_interpolation", "image_resize_mode")
 MODEL_OPTIONS = ("model", "model_config", "pretrained", "siglip", "head", "head_kwargs", *FORCED, *PREPROCESSING)
 
-LOGIT_BIAS = -10.0  # which the weights of a file replace; what counts is that the model has one
+LOGIT_BIAS = -10.0  # a placeholder, so that the model has one: the weights of a file replace it
 
 # Version 0.2 wrote into the weights of a model with heads what it is made of, and these options, of which one value is
 # left.
@@ -147,7 +147,7 @@ def _recorded(file: Path, content: Any) -> dict[str, Any]:
     if content is not None:
         weights = content.get("state_dict", content)
         args = content.get("args") or weights.get(FORMER) or weights.get(f"module.{FORMER}")
-        if isinstance(args, Mapping):
+        if isinstance(args, Mapping) and "head" in args:  # other programs write args, too
             return dict(args)
     params = read_params(file)
     return params | {"head": None} if params else {}

@@ -63,6 +63,7 @@ REFUSALS = (
     Refusal("--loss", ("distill_model",), "a distillation has a loss of its own"),
     Refusal("--loss", ("horovod",), "the processes exchange embeddings by torch.distributed"),
     Refusal("--loss", ("use_naflex",), "its batches vary in size"),
+    Refusal("--loss", ("fsdp_checkpoint",), "a sharded checkpoint does not hold the loss"),
     Refusal("--head", ("torchscript", "trace"), "heads are parts of a model in Python"),
     Refusal("--head", ("use_bnb_linear",), "it would replace the layers of the heads"),
     Refusal("--head", ("distill_model",), "a teacher has no heads"),
@@ -77,6 +78,7 @@ REFUSALS = (
         ("length_bucketing", "bucket_chunk", "bucket_pool", "bucket_prefetch_pools"),
         "batches of our reader are drawn from all images",
     ),
+    Refusal("--captions-per-image", ("use_naflex",), "our reader gives pictures of one size"),
     Refusal("--captions-per-image", ("json_text_key_probs",), "our reader chooses among the captions of an image"),
     Refusal("--captions-per-image", ("text_pad_multiple",), "our reader pads texts to the context length"),
 )
@@ -227,6 +229,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--captions-per-image",
+        type=lambda value: int(value) if value.isdigit() else value,
         metavar="{random,first,all,N}",
         help="read the data by our reader, with so many captions of each image in a batch; with --loss, all are "
         "positives of their image (default: open_clip's reader, which reads one)",

@@ -1,4 +1,4 @@
-"""What differs between the trainers of open_clip 3.x and 4.x, and what stands in for their parts in this package.
+"""What differs between the trainers of open_clip 3.x and 4.x.
 
 In 3.x the trainer calls a model, and then a loss, and batches are pairs. In 4.x it calls a task, which has both, with
 batches that are mappings. Its modules import functions by name, so a replacement is put into the module that calls it.
@@ -13,6 +13,7 @@ import torch
 from open_clip_train import data as host_data
 from open_clip_train import file_utils, scheduler, train
 from open_clip_train import main as trainer
+from open_clip_train.distributed import world_info_from_env
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -63,7 +64,7 @@ def texts_of(batch: Any) -> Tensor:
 
 
 def trained_model(model: Any) -> nn.Module:
-    """Return the model in a task or in a wrapper of data parallelism; of a task with averaged weights, those."""
+    """Return the model in a task or in a wrapper of data parallelism; if a task has averaged weights, those."""
     if hasattr(model, "get_trainable_module"):
         model = model.get_trainable_module()
     return getattr(model, "module", model)
@@ -77,10 +78,11 @@ def is_logged(step: int, steps: int, args: Namespace) -> bool:
 
 def has_scaler(args: Namespace) -> bool:
     """Return whether the trainer scales losses by a GradScaler."""
-    if getattr(args, "fsdp", False):
+    _, _, world_size = world_info_from_env()
+    if getattr(args, "fsdp", False) and world_size > 1:
         return args.precision in ("amp", "fp16", "pure_fp16")
-    is_disabled = torch.device(args.device).type == "cpu" and torch.__version__ < "2.3"
-    return args.precision == "amp" and not is_disabled
+    has_none_on_cpu = torch.device(args.device).type == "cpu" and torch.__version__ < "2.3"
+    return args.precision == "amp" and not has_none_on_cpu
 
 
 def loss_replacement(loss: nn.Module) -> Replacement:
@@ -114,7 +116,7 @@ class _TorchOfTrainer:
 
 
 def optimizer_replacements(split: Callable[[Optimizer], None]) -> list[Replacement]:
-    """Let ``split`` change the groups of each new optimizer; the factor ``lr_scale`` of a group is kept in training."""
+    """Let ``split`` change the groups of each new optimizer, and the schedule respect the ``lr_scale`` of a group."""
 
     def and_split(create: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
         def create_and_split(*given: Any, **options: Any) -> Optimizer:
@@ -134,7 +136,7 @@ def optimizer_replacements(split: Callable[[Optimizer], None]) -> list[Replaceme
 
 
 def _assign_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Do what the function of 4.x does; that of 3.x gives all groups the same rate."""
+    """Multiply the rate by the ``lr_scale`` of each group, as 4.x does; 3.x gives all groups the same rate."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_scale", 1.0)
 

@@ -23,15 +23,15 @@ from vl_plugins.registry import losses_with_scale
 __all__ = ["LEARNED", "RetrievalClipLoss", "TwoTowerLoss", "build_loss"]
 
 LEARNED = "learned"  # of --loss-kwargs scale: the model's own
-OF_MODEL = ("scale", "bias")  # numbers of a loss that a model learns, its logit scale and bias
-MAX_SKIPPED = 10  # steps in a row without a finite loss, after which a training with a GradScaler ends
+OF_MODEL = ("scale", "bias")  # numbers of a loss that may be the model's logit scale and bias
+MAX_SKIPPED = 10  # a training with a GradScaler ends after so many steps in a row without a finite loss
 
 
 class LoggedLosses(dict[str, Tensor]):
     """The loss of a step by its name, ``<name>_loss``, and statistics of its pairs.
 
-    open_clip logs all items. It adds up all values (3.x), or those whose names end in "_loss" (4.x), so the statistics
-    are no values.
+    open_clip 3.x adds up ``values()`` and logs ``items()``. So ``values()`` are the losses alone, while ``items()`` has
+    the statistics, too. 4.x adds up the items whose names end in "_loss".
     """
 
     def values(self) -> Any:
@@ -123,7 +123,7 @@ class TwoTowerLoss(nn.Module):
         parameters = list(self.loss.parameters())
         with _as_constants([] if is_last_pass else parameters):
             loss, statistics = self._compare(image_features, text_features, options, is_logged)
-        # A parameter without a gradient makes DistributedDataParallel fail, in this pass or in the next step.
+        # DistributedDataParallel fails if a parameter has no part in a backward pass.
         for parameter in (logit_scale, logit_bias, *parameters):
             if parameter is not None:
                 loss = loss + 0 * parameter.sum()
@@ -142,7 +142,7 @@ class TwoTowerLoss(nn.Module):
             if isinstance(module, Warmup):
                 module.step = self.steps.number
         for name, values in self.steps.labels.items():
-            if name == "labels" or not self.one_set:  # where other captions of an image have its label
+            if name == "labels" or not self.one_set:  # which has no texts apart that ids could be of
                 options[name] = values.to(images.device)
         has_statistics = is_logged and not self.has_miner
         with collected_statistics(self.loss, has_statistics) as statistics:
@@ -156,7 +156,7 @@ class TwoTowerLoss(nn.Module):
         step = self.steps.number
         if not self.has_scaler:
             raise UserError(f"step {step}: the loss is {loss.item():g}")
-        if step not in self.skipped_steps[-1:]:  # of another pass of the same step
+        if step not in self.skipped_steps[-1:]:  # else it was counted in an earlier pass
             self.skipped_steps.append(step)
             logging.warning(
                 f"step {step}: the loss is {loss.item():g}, so the GradScaler leaves the step out; "
@@ -181,10 +181,13 @@ def _means_over_processes(loss: Tensor, statistics: dict[str, Tensor]) -> tuple[
 class RetrievalClipLoss(TwoTowerLoss):
     """A loss by its name in the place of open_clip's ``ClipLoss``, for a fork of open_clip or a loop of your own.
 
-    Returned by ``create_loss`` of a fork of open_clip 3.x, or given to ``CLIPTask(model, loss=...)`` of 4.x, it trains
-    as ``--loss`` of the launcher does, but for what the trainer does not tell its loss: which texts are equal, unless
-    ``text`` is given, and the step, so ``warmup_steps`` count calls. With a GradScaler, set ``loss.has_scaler = True``:
-    then the scaler leaves out steps whose loss is not finite, which is an error otherwise.
+    A fork of open_clip 3.x returns it from ``create_loss``; in 4.x, use ``CLIPTask(model, loss=...)``. It trains as
+    ``--loss`` of the launcher does, with these differences:
+
+    - The trainer does not say which texts are equal, unless it gives ``text``.
+    - Parameters of the loss, such as proxies, are not in the trainer's optimizer.
+    - A loss that is not finite is an error. With a GradScaler, which leaves out such steps, set ``loss.has_scaler =
+      True``.
 
     Args:
         name: of ``vl-plugins losses``, or a class of pytorch-metric-learning.
@@ -193,6 +196,7 @@ class RetrievalClipLoss(TwoTowerLoss):
         local_loss, gather_with_grad, cache_labels: without effect, because gradients are always exact, and own rows
             are compared where the loss allows it.
         use_horovod: must be False.
+        accum_freq: how often the trainer calls the loss in a step, open_clip's ``--accum-freq``.
         options: of the loss. Its scale and bias are the model's, unless ``scale`` and ``bias`` are given.
 
     Raises:
@@ -211,15 +215,20 @@ class RetrievalClipLoss(TwoTowerLoss):
         rank: int = 0,
         world_size: int = 1,
         use_horovod: bool = False,
+        accum_freq: int = 1,
         **options: Any,
     ):
         if use_horovod:
             raise ValueError("use_horovod must be False: losses of vl_plugins gather by torch.distributed")
         loss, chosen_miner, of_model = _create(name, options, miner)
         one_set = _compares_one_set(loss, chosen_miner, options, of_model)
-        super().__init__(name.rpartition(":")[2], loss, chosen_miner, of_model, one_set=one_set)
+        steps = Steps(accum_freq)
+        super().__init__(name.rpartition(":")[2], loss, chosen_miner, of_model, one_set=one_set, steps=steps)
         self.world_size = world_size
-        self.has_said_ids = False
+        self.calls = 0
+        self.has_warned_of_text = False
+        if next(self.parameters(), None) is not None:
+            logging.warning(f"{name} has trained parameters, which open_clip's optimizer does not see: add them to it")
 
     def forward(
         self, *features: Any, text: Tensor | None = None, pad_id: int = 0, **named: Any
@@ -240,17 +249,17 @@ class RetrievalClipLoss(TwoTowerLoss):
         self.steps.batches.clear()
         if text is not None:
             self.steps.batches.append({"ref_ids": token_ids(text.cpu(), pad_id)})
-        elif not self.has_said_ids:
-            self.has_said_ids = True
+        elif not self.has_warned_of_text:
+            self.has_warned_of_text = True
             logging.info("The loss gets no text=, so equal captions of several images of a batch are negatives")
-        loss = super().forward(*features, **named)
-        self.steps.number += 1
-        return loss
+        self.steps.number = self.calls // self.steps.batches_per_step
+        self.calls += 1
+        return super().forward(*features, **named)
 
 
 @contextlib.contextmanager
 def _as_constants(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Leave parameters out of the graph that the block records."""
+    """Treat parameters as constants within the block."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -331,7 +340,7 @@ def _compares_one_set(
         call: dict[str, Any] = {"slots": images, "ref_slots": texts} if hasattr(loss, "regularization") else {}
         for name in of_model:
             call[name] = torch.tensor(10.0)
-        labels = torch.arange(len(images))
+        labels = torch.arange(len(images)) % options.get("num_classes", len(images))
         try:
             CrossModalLoss(loss, miner)(images, labels, None, texts, labels.clone(), **call)
         except ValueError as error:

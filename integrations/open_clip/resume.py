@@ -1,6 +1,6 @@
 """What ``--resume`` continues: the settings of the run, and the state of its training.
 
-Open_clip's checkpoints hold weights, optimizer and epoch, but not the loss. Ours hold the loss and the reader, too.
+The trainer's checkpoints hold weights, optimizer and epoch, but not the loss. Ours hold the loss and the reader, too.
 Those of version 0.3 do not; the ``params.txt`` of their run has both.
 """
 
@@ -17,14 +17,14 @@ from torch.optim import AdamW, Optimizer
 from vl_plugins import __version__
 from vl_plugins.errors import MALFORMED_CONTENT, UserError, user_errors
 from vl_plugins.integrations.open_clip.checkpoints import read_checkpoint, read_params
-from vl_plugins.integrations.open_clip.flags import KINDS, flag
+from vl_plugins.integrations.open_clip.flags import KINDS, SAMPLE_KEYS, flag, options_given, parse_args
 from vl_plugins.registry import check_registered, find, options_of
 
 __all__ = ["ResumedRun", "check_fits", "describe_settings", "load_optimizer", "read_resumed_run", "settings_of"]
 
 # What is compared, and how. A run that changes one of these is another experiment.
 COMPONENTS = ("loss", "miner", "reducer", "distance", "head")
-READER = ("captions_per_image", "shuffle_window")
+READER = ("captions_per_image", "shuffle_window", "caption_lines", "caption_fields", *SAMPLE_KEYS)
 
 load_state_dict = Optimizer.load_state_dict
 
@@ -69,13 +69,18 @@ class ResumedRun(NamedTuple):
             lines += self._settle_options(args, kind)
         if adopted:
             lines.append(f"--resume {self.file}: {' '.join(adopted)} of the run, with its options, is used")
-        for name in READER:
-            recorded = self.settings.get(name)
+        given_options, defaults = options_given(args), parse_args([])
+        for name in (*READER, "head_lr"):
+            recorded = self.settings.get(name, getattr(defaults, name))
             chosen = getattr(args, name)
-            if not chosen:
-                setattr(args, name, recorded or chosen)
+            if name not in given_options:
+                setattr(args, name, recorded)
             elif chosen != recorded:
                 lines.append(f"--resume {self.file}: {flag(name)} {chosen} in place of {recorded}")
+        if args.head_lr is not None and self.settings.get("head_lr") is None:
+            raise UserError(
+                f"--resume {self.file}: this run has one learning rate for all, so --head-lr needs a new run"
+            )
         version = self.settings.get("version", "0.3")
         is_of_our_reader = self.settings.get("captions_per_image") is not None
         if is_of_our_reader and version.split(".")[:2] != __version__.split(".")[:2]:
@@ -123,7 +128,7 @@ def settings_of(args: Namespace) -> dict[str, Any]:
     settings: dict[str, Any] = {"version": __version__}
     for kind in KINDS:
         settings |= {kind: getattr(args, kind), f"{kind}_kwargs": getattr(args, f"{kind}_kwargs")}
-    settings |= {name: getattr(args, name) for name in READER}
+    settings |= {name: getattr(args, name) for name in (*READER, "head_lr")}
     if args.loss is not None:
         settings["loss_kwargs"] = {**_plain_defaults(args.loss), **args.loss_kwargs}
     return settings
@@ -153,7 +158,7 @@ def _plain_defaults(loss: str) -> dict[str, Any]:
 
 
 def read_resumed_run(args: Namespace) -> ResumedRun | None:
-    """Return the run that ``--resume`` continues; None if there is nothing to continue, or the file is a URL.
+    """Return the run that ``--resume`` continues; None if there is nothing to continue, or for a URL or a folder.
 
     It is read before open_clip writes the ``params.txt`` of this run over that of the former one.
 
@@ -169,7 +174,7 @@ def read_resumed_run(args: Namespace) -> ResumedRun | None:
             file = latest if os.path.exists(latest) else None
         else:
             file = trainer.get_latest_checkpoint(folder, remote=False)
-    if file in (None, "latest") or "://" in file:
+    if file in (None, "latest") or "://" in file or os.path.isdir(file):  # a folder is a sharded checkpoint of 4.x
         return None
     with user_errors(f"--resume {file}: it holds no weights", *MALFORMED_CONTENT):
         content = read_checkpoint(file)
@@ -190,15 +195,26 @@ def check_fits(run_file: str, content: Any, model: nn.Module) -> None:
     weights = content.get("state_dict", content)
     if not isinstance(weights, Mapping) or not all(isinstance(weight, Tensor) for weight in weights.values()):
         raise UserError(f"--resume {run_file}: it holds no weights")
-    weights = {name.removeprefix("module."): weight for name, weight in weights.items()}
-    expected = {name.removeprefix("module."): weight for name, weight in model.state_dict().items()}
+    weights, expected = _plain_names(weights), _plain_names(model.state_dict())
     for name in sorted(weights.keys() ^ expected.keys()):
+        if name.startswith("trained_loss."):
+            raise UserError(
+                f"--resume {run_file}: its loss has other trained parameters: start a new run with --pretrained"
+            )
         place = "the model has no such weight" if name in weights else "the file has no such weight"
         raise UserError(f"--resume {run_file}: it is of another model: {name}: {place}")
     for name, weight in expected.items():
-        if weights[name].shape != weight.shape:
+        if weights[name].shape != weight.shape and not weights[name].numel() == weight.numel() == 1:  # of FSDP (1,)
             sizes = f"{tuple(weights[name].shape)} in the file, {tuple(weight.shape)} in the model"
             raise UserError(f"--resume {run_file}: it is of another model: size mismatch of {name}: {sizes}")
+
+
+def _plain_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights without what data parallelism and ``torch.compile`` put into their names."""
+    plain = {}
+    for name, weight in weights.items():
+        plain[name.removeprefix("module.").replace("_orig_mod.", "")] = weight
+    return plain
 
 
 def load_optimizer(optimizer: Optimizer, state: Any, *, subject: str) -> None:
@@ -211,6 +227,8 @@ def load_optimizer(optimizer: Optimizer, state: Any, *, subject: str) -> None:
         options = [dict(group) for group in optimizer.param_groups]
         load_state_dict(optimizer, state)
         for before, group in zip(options, optimizer.param_groups, strict=True):
+            if "lr_scale" in before:
+                group["lr_scale"] = before["lr_scale"]  # of the flags, which may be others than those of the run
             for name, value in before.items():
                 if name != "params" and not _alike(group[name], value):
                     raise ValueError(f"{name} is {group[name]!r}")
@@ -227,7 +245,11 @@ def load_optimizer(optimizer: Optimizer, state: Any, *, subject: str) -> None:
 
 
 def _alike(value: Any, example: Any) -> bool:
-    """Return whether an option of an optimizer has the type that it must have."""
+    """Return whether an option of an optimizer has the type that it must have; a number may be a tensor of one."""
+    if isinstance(value, Tensor) and value.ndim == 0:
+        value = value.item()
+    if isinstance(example, Tensor) and example.ndim == 0:
+        example = example.item()
     if isinstance(example, (tuple, list)):
         return isinstance(value, (tuple, list)) and len(value) == len(example) and all(map(_alike, value, example))
     if isinstance(example, (int, float)) and not isinstance(example, bool):

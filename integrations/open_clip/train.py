@@ -79,6 +79,10 @@ def train(args: Namespace) -> int:
     """
     resumed = read_resumed_run(args) if args.resume else None
     notes = [] if resumed is None else resumed.settle(args)
+    if args.loss and "://" in (args.resume or ""):
+        notes.append(
+            f"--resume {args.resume}: of a URL, the loss and the reader of the run are not compared with yours"
+        )
     if args.allow_duplicate_captions:
         notes.append(
             "--allow-duplicate-captions has no effect: a caption of several images of a batch is a negative of none"
@@ -130,6 +134,13 @@ class _Launch:
         self.tokenizer: Any = None
         self.is_validated = False
 
+    @property
+    def continues(self) -> bool:
+        """Whether the training goes on from an epoch of another run."""
+        if self.resumed is None:
+            return "://" in (self.args.resume or "")
+        return "epoch" in self.resumed.content
+
     def check_classes(self) -> None:
         """Raise ``UserError`` if a loss with weights of classes, such as proxies, has none for some images."""
         args = self.args
@@ -168,8 +179,8 @@ class _Launch:
         """Return what is replaced while the trainer runs."""
         args = self.args
 
-        def load_optimizer_state(optimizer: Any, state: Any) -> None:
-            load_optimizer(optimizer, state, subject=f"--resume {args.resume}")
+        def load_optimizer_state(optimizer: Any, state_dict: Any) -> None:
+            load_optimizer(optimizer, state_dict, subject=f"--resume {args.resume}")
 
         replacements = [
             Replacement(trainer, "parse_args", lambda argv: args),
@@ -182,7 +193,7 @@ class _Launch:
             Replacement(torch.optim.Optimizer, "load_state_dict", load_optimizer_state),
             Replacement(Image, "open", image_opener(args.max_image_pixels)),
         ]
-        if args.validate_first and self.resumed is None:
+        if args.validate_first and not self.continues:
             train_one_epoch = partial(self.validate_and_train, trainer.train_one_epoch)
             replacements.append(Replacement(trainer, "train_one_epoch", train_one_epoch))
         if self.loss is not None:
@@ -198,7 +209,9 @@ class _Launch:
     def create_model(self, name: str, pretrained: str | None, **options: Any) -> tuple[Any, ...]:
         """Return what open_clip makes, with the heads of ``--head`` and the loss's parameters as parts of the model."""
         args, loss = self.args, self.loss
-        self.log_settings()
+        is_teacher = self.model is not None  # of a distillation
+        if not is_teacher:
+            self.log_settings()
         has_bias = loss is not None and "bias" in loss.of_model
         if has_bias:
             options |= {"init_logit_scale": math.log(SIGLIP_SCALE), "init_logit_bias": SIGLIP_BIAS}
@@ -225,7 +238,7 @@ class _Launch:
             logging.info(
                 f"The weights have no logit bias: it starts at {SIGLIP_BIAS:g}, and the scale at {SIGLIP_SCALE:g}"
             )
-        if self.model is None:  # a second one is the teacher of a distillation
+        if not is_teacher:
             self.model = model
             self.attach_loss()
         return model, *transforms
@@ -258,6 +271,8 @@ class _Launch:
                     f"--loss-kwargs embedding_size={embedding_size}: embeddings of {args.model} have {width} numbers: "
                     f"embedding_size={width}"
                 )
+        if self.loss is not None:  # its buffers, too
+            self.loss.to(next(self.model.parameters()).device)
         count = attach_loss(self.model, self.loss.loss) if has_parameters else 0
         if count:
             logging.info(f"Training {count:,} parameters of the loss, at the rate of --head-lr if it is given")

@@ -19,11 +19,10 @@ ENTRIES = {"state_dict": "trained_loss", "state_dict_ema": "trained_loss_ema"}
 
 
 def attach_loss(model: nn.Module, loss: nn.Module) -> int:
-    """Make a loss a part of a model, if it has parameters that the model has not; return how many numbers they are."""
+    """Make a loss a part of a model if it has parameters that are not the model's; return how many numbers they are."""
     own = set(loss.parameters()) - set(model.parameters())
     if own:
-        device = next(model.parameters()).device
-        model.trained_loss = loss.to(device)
+        model.trained_loss = loss
     return sum(parameter.numel() for parameter in own)
 
 
@@ -34,8 +33,10 @@ def separated_checkpoint(checkpoint: dict[str, Any]) -> dict[str, Any]:
         of_model: dict[str, torch.Tensor] = {}
         of_loss: dict[str, torch.Tensor] = {}
         for name, weight in checkpoint.get(entry, {}).items():
-            weights = of_loss if name.removeprefix("module.").startswith(PREFIX) else of_model
-            weights[name] = weight
+            if name.removeprefix("module.").startswith(PREFIX):
+                of_loss[name] = weight
+            else:
+                of_model[name] = weight
         if of_loss:
             separated[entry] = of_model
             separated[entry_of_loss] = of_loss
@@ -43,11 +44,11 @@ def separated_checkpoint(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined_checkpoint(checkpoint: Any) -> Any:
-    """Return a checkpoint with the parameters of the loss among the weights again, or what has none as it is."""
+    """Return a checkpoint with the parameters of the loss among the weights again, unchanged if it has none."""
     if not isinstance(checkpoint, Mapping):
         return checkpoint
     joined = dict(checkpoint)
     for entry, entry_of_loss in ENTRIES.items():
-        if isinstance(joined.get(entry_of_loss), Mapping):
+        if isinstance(joined.get(entry_of_loss), Mapping) and isinstance(joined.get(entry), Mapping):
             joined[entry] = {**joined[entry], **joined.pop(entry_of_loss)}
     return joined

@@ -51,7 +51,7 @@ def evaluate(
 
 
 def _validate(model: Any, loader: Any, args: Namespace) -> dict[str, float]:
-    """Return the metrics of this process's and all other processes' batches; {} in all processes but the first."""
+    """Return the metrics of the batches of all processes, in the first one; in others {}, or with FSDP the same."""
     model.eval()
     batches = read_batches("--val-data", loader)
     # FSDP's processes encode together, so all encode everything.
@@ -61,7 +61,10 @@ def _validate(model: Any, loader: Any, args: Namespace) -> dict[str, float]:
         return {}
     metrics = retrieval_metrics(model, encoded)
     if not args.loss and encoded[0].images.ndim == 2:
-        metrics["clip_val_loss"] = clip_loss(encoded, model.logit_scale.detach().float().cpu().exp())
+        scale = model.logit_scale.detach()
+        if hasattr(scale, "full_tensor"):  # with FSDP
+            scale = scale.full_tensor()
+        metrics["clip_val_loss"] = clip_loss(encoded, scale.float().cpu().exp())
     return metrics
 
 

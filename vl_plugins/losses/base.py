@@ -236,6 +236,9 @@ class PairLoss(GathersAcrossDevices, BaseMetricLossFunction):
 
     takes_pairs = has_own_negatives = False
 
+    has_statistics = False
+    """True after a call that recorded its statistics, see :mod:`vl_plugins.losses.statistics`."""
+
     @property
     def margin_in_use(self) -> Any:
         """By how much a positive should be closer than a negative, for statistics."""

@@ -32,7 +32,7 @@ def collected_statistics(loss: torch.nn.Module, is_collected: bool = True) -> It
     """Yield a dict that holds, after the block, the statistics of the loss's call in the block, by their names.
 
     It stays empty with ``is_collected`` False, and for a loss that records none. Of a warm-up, they are those of the
-    loss that was called.
+    loss that was called. Which names there are does not depend on the embeddings.
     """
     statistics: dict[str, Tensor] = {}
     recording = []
@@ -40,11 +40,11 @@ def collected_statistics(loss: torch.nn.Module, is_collected: bool = True) -> It
     for module in losses:
         if hasattr(module, "margin_in_use"):  # a PairLoss
             recording.append((module, module.collect_stats))
-            module.collect_stats = True
+            module.collect_stats, module.has_statistics = True, False
     try:
         yield statistics
         for module, _ in recording:
-            if hasattr(module, "mean_positive") and not module.mean_positive.isnan():
+            if module.has_statistics:
                 for name in STATISTICS:
                     statistics[name] = getattr(module, name)
     finally:
@@ -69,6 +69,7 @@ def record_statistics(loss: Any, comparison: Comparison, call: Call) -> None:
     is_active = (numbers.get("margin", loss.margin_in_use) + negative > positive) & has_negative
     pairs = max(1, len(positive))
     scale = numbers.get("scale", 1.0)
+    loss.has_statistics = True
     loss.mean_positive = positive.sum() / pairs
     loss.mean_negative = negative.masked_fill(~has_negative, 0).sum() / has_negative.sum().clamp(min=1)
     loss.active_pairs = is_active.sum() / pairs

@@ -112,6 +112,24 @@ def logged(rank):
     return dict(loss(**given, output_dict=True)), dict(unlogged)
 
 
+def logged_with_nan(rank):
+    """Return the names of what a step logs if an image feature of the first process is NaN."""
+    leaves = {key: leaf.detach() for key, leaf in inputs("unified", 4).items()}
+    leaves["image_features"][0] += torch.nan if rank == 0 else 0
+    steps = Steps()
+    loss = build_loss(CASES["unified"], steps)
+    loss.has_scaler, steps.is_logged = True, True
+    logged = loss(**leaves, output_dict=True)
+    return sorted(logged), bool(logged["unified_loss"].isnan())
+
+
+def test_processes_log_together_where_one_has_no_finite_loss():
+    first, second = in_processes(logged_with_nan, 2)
+    assert first == second
+    assert first[1]
+    assert "mean_positive" in first[0]
+
+
 def test_the_mean_over_the_processes_is_logged():
     found = in_processes(logged, 2)
     (first, _), (second, _) = found

@@ -25,7 +25,7 @@ from tests.helpers.processes import in_processes
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.flags import parse_args
 from vl_plugins.integrations.open_clip.launcher import main
-from vl_plugins.integrations.open_clip.resume import ResumedRun
+from vl_plugins.integrations.open_clip.resume import ResumedRun, check_fits, load_optimizer
 
 
 @pytest.fixture
@@ -222,6 +222,38 @@ def test_nothing_is_noted_of_a_run_of_open_clip_alone():
     options = parse_args(["--resume", "epoch_1.pt"])
     assert ResumedRun("epoch_1.pt", {"epoch": 1}, {"model": "RN50"}).settle(options) == []
     assert options == parse_args(["--resume", "epoch_1.pt"])
+
+
+def test_what_a_run_read_is_read_again():
+    """Unless the flags say otherwise."""
+    run = {"loss": "unified", "version": "0.4", "captions_per_image": 2, "text_key": "caption", "caption_lines": "yes"}
+    options = parse_args("--resume epoch_1.pt --captions-per-image 2 --caption-lines no".split())
+    lines = ResumedRun("epoch_1.pt", {"epoch": 1}, run).settle(options)
+    assert (options.captions_per_image, options.text_key, options.caption_lines) == (2, "caption", "no")
+    assert [line for line in lines if "in place of" in line and "kwargs" not in line] == [
+        "--resume epoch_1.pt: --caption-lines no in place of yes"
+    ]
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_numbers_fit_in_either_shape(shape):
+    """A sharded model has (1,), and its checkpoint ()."""
+    model = torch.nn.Linear(2, 2)
+    model.logit_scale = torch.nn.Parameter(torch.ones(shape))
+    weights = {**model.state_dict(), "logit_scale": torch.ones(())}
+    check_fits("epoch_1.pt", {"epoch": 1, "state_dict": weights}, model)
+    weights["trained_loss.proxies"] = torch.ones(2)
+    with pytest.raises(UserError, match="its loss has other trained parameters: start a new run with --pretrained"):
+        check_fits("epoch_1.pt", {"epoch": 1, "state_dict": weights}, model)
+
+
+def test_a_rate_may_be_a_tensor():
+    """As 4.x compiles a step with it, and resumes without, and the other way around."""
+    model = torch.nn.Linear(2, 2)
+    number, tensor = (torch.optim.AdamW(model.parameters(), lr=lr) for lr in (0.1, torch.tensor(0.1)))
+    for optimizer, other in ((number, tensor), (tensor, number)):
+        load_optimizer(optimizer, other.state_dict(), subject="--resume epoch_1.pt")
+        assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.1)
 
 
 def test_a_checkpoint_names_no_code():

@@ -73,6 +73,25 @@ def test_a_warm_up_counts_calls():
     assert values == pytest.approx([first, first, then, then])
 
 
+def test_accumulation_counts_the_gradient_of_the_scale_once():
+    given = outputs()
+    (expected,) = torch.autograd.grad(2 * ClipLoss()(**given), given["logit_scale"])
+    for accum_freq in (1, 2):
+        loss = RetrievalClipLoss("vlc", accum_freq=accum_freq)
+        for _ in range(2):
+            gradients = []
+            for _ in range(accum_freq):
+                total = loss(**given) + 0 * given["logit_scale"]
+                gradients += torch.autograd.grad(total, given["logit_scale"])
+            torch.testing.assert_close(sum(gradients), expected)
+
+
+def test_parameters_are_not_forgotten_in_silence(caplog):
+    RetrievalClipLoss("unified", learn_scale=True)
+    (record,) = caplog.records
+    assert "which open_clip's optimizer does not see: add them to it" in record.message
+
+
 def test_mistakes():
     with pytest.raises(ValueError, match="use_horovod must be False"):
         RetrievalClipLoss("unified", use_horovod=True)

@@ -77,6 +77,24 @@ def test_the_rate_of_the_loss(tmp_path, data, monkeypatch):
     assert [group["lr"] for group in saved["twice"]["optimizer"]["param_groups"]][-1] == 0.02
 
 
+def test_the_rate_of_a_resumed_run(tmp_path, data, monkeypatch, capfd):
+    """It is that of the run, unless the flags name another one; a run without cannot get one."""
+    monkeypatch.chdir(tmp_path)
+    flags = [*TINY, *data, *PROXIES, "--train-num-samples", "4"]
+    assert main([*flags, "--head-lr", "1e-2"]) == 0
+    assert main([*flags, "--name", "plain"]) == 0
+    resumed = [*TINY, *data[:4], "--epochs", "2", "--train-num-samples", "4", "--resume"]
+    rates = {}
+    for name, rate in (("same", []), ("other", ["--head-lr", "1e-4"])):
+        assert main([*resumed, "logs/run/checkpoints/epoch_1.pt", *rate, "--name", name]) == 0
+        groups = read_checkpoint(tmp_path, 2, name)["optimizer"]["param_groups"]
+        rates[name] = groups[-1]["lr"] / groups[0]["lr"]
+    assert rates == pytest.approx({"same": 10, "other": 0.1})
+    assert "--head-lr 0.0001 in place of 0.01" in "".join(capfd.readouterr())
+    assert main([*resumed, "logs/plain/checkpoints/epoch_1.pt", "--head-lr", "1e-2", "--name", "new"]) == 2
+    assert "this run has one learning rate for all, so --head-lr needs a new run" in capfd.readouterr().err
+
+
 def test_proxies_are_those_of_the_images(tmp_path, data, monkeypatch):
     """The first step against pytorch-metric-learning's loss on images and texts as one set, by the image's number."""
     calls = []
