@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from tqdm import tqdm
 
 from vl_plugins.data import read_batches
-from vl_plugins.data.files import write_complete, write_file
+from vl_plugins.data.files import write_file
 from vl_plugins.data.randomness import derived_seed, seed_everything
 from vl_plugins.errors import MALFORMED_CONTENT, UserError, user_errors
 from vl_plugins.integrations.encoding import validate
-from vl_plugins.integrations.pytorch_metric_learning.checkpoints import describe, load_objective
+from vl_plugins.integrations.pytorch_metric_learning.checkpoints import describe, load_objective, write_checkpoint
 from vl_plugins.integrations.pytorch_metric_learning.config import Config
 from vl_plugins.integrations.pytorch_metric_learning.loaders import (
     make_training_loader,
@@ -30,7 +30,7 @@ from vl_plugins.integrations.pytorch_metric_learning.loaders import (
     trial_batch,
 )
 from vl_plugins.integrations.pytorch_metric_learning.objective import build_objective
-from vl_plugins.integrations.pytorch_metric_learning.resuming import in_first_process, read_state
+from vl_plugins.integrations.pytorch_metric_learning.resuming import State, in_first_process, read_state
 from vl_plugins.integrations.pytorch_metric_learning.stages import Stage, remaining_stages
 from vl_plugins.retrieval import format_metrics_table
 
@@ -122,15 +122,16 @@ class Run:
             )
         file = self.folder / LATEST
         state = in_first_process(self.accelerator, lambda: read_state(self.folder, file, resume))
-        self.history: list[dict[str, Any]] = [] if state is None else state["history"]
         if state is None:
+            state = State()
             self.objective = build_objective(config)
         else:
             self._warn_of_changes(state)
             with user_errors(f"{file} does not fit the configuration", *MALFORMED_CONTENT):
-                self.objective = load_objective(config, state)
-                if self.accelerator.scaler is not None and state["scaler"]:
-                    self.accelerator.scaler.load_state_dict(state["scaler"])
+                self.objective = load_objective(config, state.model)
+                if self.accelerator.scaler is not None and state.scaler:
+                    self.accelerator.scaler.load_state_dict(state.scaler)
+        self.epoch, self.history = state.epoch, state.history
         if self.accelerator.num_processes > 1 and self.accelerator.device.type == "cuda":
             self.objective.towers = convert_sync_batchnorm(self.objective.towers)
         self.objective.to(self.accelerator.device)
@@ -140,13 +141,11 @@ class Run:
         self._try_batch(self.loader.dataset)
         rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
         self.validation = make_validation_loader(config, self.objective.towers, rank, world_size)
-        optimizer_state = None if state is None else state["optimizer"]
-        epochs, steps = len(self.history), len(self.loader)
-        self.stages = remaining_stages(config, self.objective, steps, epochs, optimizer_state)
+        self.stages = remaining_stages(config, self.objective, len(self.loader), self.epoch, state.optimizer)
 
     def train(self) -> list[dict[str, Any]]:
         """Train the epochs that are left of all stages; return the metrics of each epoch, in the first process."""
-        steps = len(self.history) * len(self.loader)
+        steps = self.epoch * len(self.loader)
         # After a kill, TensorBoard drops the steps that are repeated.
         options = {"tensorboard": {"purge_step": steps}, "wandb": {"name": self.folder.name, "dir": str(self.folder)}}
         if self.accelerator.is_main_process:
@@ -169,11 +168,12 @@ class Run:
 
     def _train_stage(self, stage: Stage) -> None:
         frozen = ", ".join(stage.config.freeze) or "nothing"
-        epochs = f"epochs {len(self.history) + 1} to {stage.last}"
+        epochs = f"epochs {self.epoch + 1} to {stage.last}"
         logger.info(f"stage {stage.number} of {len(self.config.schedule)}: {epochs}, frozen: {frozen}")
         self.objective.set_mode(stage.config)
         model, optimizer = self.accelerator.prepare(self.objective, stage.optimizer)
-        while len(self.history) < stage.last:
+        while self.epoch < stage.last:
+            self.epoch += 1
             self._train_epoch(stage, model, optimizer)
             self.history.append(self._evaluate())
             if self.accelerator.is_main_process:
@@ -181,7 +181,7 @@ class Run:
         self.accelerator.free_memory()
 
     def _train_epoch(self, stage: Stage, model: Any, optimizer: Any) -> None:
-        accelerator, epoch = self.accelerator, len(self.history) + 1
+        accelerator, epoch = self.accelerator, self.epoch
         self.objective.set_mode(stage.config)
         self.loader.batch_sampler.sampler.set_epoch(epoch)  # type: ignore[union-attr]
         seed_everything(derived_seed(self.config.seed, epoch, accelerator.process_index))
@@ -203,8 +203,8 @@ class Run:
             raise UserError(f"the loss is {loss.item()} at the end of epoch {epoch}")
 
     def _evaluate(self) -> dict[str, Any]:
-        """Return the number of an epoch and, in the first process, its metrics."""
-        epoch, metrics = len(self.history) + 1, {}
+        """Return the number of the epoch and, in the first process, its metrics."""
+        epoch, metrics = self.epoch, {}
         if self.validation is not None:
             towers = self.objective.towers.eval()
             for buffer in towers.buffers():  # such as statistics of batch norm, of each process's own batches
@@ -220,23 +220,20 @@ class Run:
 
     def _write(self, optimizer: Optimizer) -> None:
         row, scaler = self.history[-1], self.accelerator.scaler
-        model = {"epoch": row["epoch"], "metrics": row, **describe(self.config, self.objective)}
-        training = {"history": self.history, "optimizer": optimizer.state_dict()}
-        files = {LATEST: model | training | {"scaler": scaler and scaler.state_dict()}}
+        model = {"epoch": self.epoch, "metrics": row, **describe(self.config, self.objective)}
         if "rsum" in row and row is max(self.history, key=lambda other: other.get("rsum", -math.inf)):
-            files = {BEST: model, **files}
-        for name, content in files.items():
-            with write_complete(self.folder / name) as stream:
-                torch.save(content, stream)
+            write_checkpoint(self.folder / BEST, model)
+        scaler_state = None if scaler is None else scaler.state_dict()
+        State(self.epoch, optimizer.state_dict(), scaler_state, self.history, model).save(self.folder / LATEST)
         write_file(self.folder / RESULTS, "".join(f"{json.dumps(row)}\n" for row in self.history).encode())
 
-    def _warn_of_changes(self, state: dict[str, Any]) -> None:
+    def _warn_of_changes(self, state: State) -> None:
         # An earlier version may have had fewer options.
-        earlier: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), state["config"]))
+        earlier: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), state.model["config"]))
         before = asdict(earlier)
         changed = []
         for name, value in asdict(self.config).items():
             if value != before[name]:
                 changed.append(name)
         if changed and self.accelerator.is_main_process:
-            logger.warning(f"resuming after epoch {len(self.history)} with changes in: {', '.join(changed)}")
+            logger.warning(f"resuming after epoch {state.epoch} with changes in: {', '.join(changed)}")

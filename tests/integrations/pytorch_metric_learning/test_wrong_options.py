@@ -25,6 +25,7 @@ WRONG = [
     ({"training": {"optimizer": "LBFGS"}}, "training.optimizer: LBFGS doesn't support per-parameter options"),
     ({"training": {"optimizer": "SparseAdam"}}, "training.optimizer: SparseAdam does not support dense gradients"),
     ({"training": {"optimizer": {"name": "Adam", "differentiable": True}}}, "training.optimizer: a leaf Variable"),
+    ({"training": {"optimizer": "Muon"}}, "training.optimizer: .*Muon"),  # takes matrices only, or is not there yet
     ({"stages": [{}, {"lr_scheduler": {"name": "StepLR", "step_size": "one"}}]}, "stages.1.lr_scheduler: unsupported"),
     ({"training": {"lr_scheduler": "StepLR"}}, "training.lr_scheduler: .*missing 1 required positional argument"),
     ({"training": {"lr_scheduler": "ReduceLROnPlateau"}}, "training.lr_scheduler: .*missing 1 required positional"),
@@ -130,6 +131,7 @@ DAMAGES = [
     (("history",), lambda value: [], "is damaged: its history is not one of epochs 1, 2"),
     (("history", 0, "epoch"), lambda value: 7, "is damaged: its history is not one of epochs 1, 2"),
     (("history", 0, "rsum"), lambda value: "x", "is damaged: its history is not one of epochs 1, 2"),
+    (("epoch",), lambda value: 2, "is damaged: its history is not one of epochs 1, 2"),
     (("config",), lambda value: 3, "is damaged"),
 ]
 
