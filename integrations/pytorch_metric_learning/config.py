@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from vl_plugins.data.limits import MAX_IMAGE_PIXELS, check_max_image_pixels
-from vl_plugins.errors import MALFORMED_CONTENT, UserError, number, user_errors
+from vl_plugins.errors import MALFORMED_CONTENT, UserError, number, one_of, user_errors
 from vl_plugins.integrations.command_lines import find_config, read_yaml
 from vl_plugins.registry import check_registered
+from vl_plugins.retrieval import retrieval_metrics, retrieval_ranks
 
 __all__ = [
     "Config",
@@ -132,6 +134,9 @@ class Config:
         stages: what each stage changes of ``training``; none for a single stage.
         seed: of weights, order, captions, augmentations and dropout.
         log_every: training losses are logged every so many steps.
+        validate_first: evaluate a new run before its first step, too, as epoch 0.
+        best_metric: metric by which ``best.pt`` is chosen among the epochs, see
+            :func:`vl_plugins.retrieval.retrieval_metrics`.
     """
 
     image: TowerConfig = field(default_factory=TowerConfig)
@@ -148,6 +153,8 @@ class Config:
     stages: list[StageConfig] = field(default_factory=list)
     seed: int = 0
     log_every: int = 50
+    validate_first: bool = False
+    best_metric: str = "rsum"
 
     @property
     def schedule(self) -> list[StageConfig]:
@@ -221,6 +228,11 @@ def _check_ranges(config: Config) -> None:
         if value is not None:
             with config_errors(key):
                 number(key, value, least=least, kind=int)
+    ranks = retrieval_ranks(torch.eye(1), torch.eye(1), torch.arange(1))  # any: only the names of metrics matter
+    with config_errors("best_metric"):
+        one_of("metric", config.best_metric, retrieval_metrics(ranks))
+    if config.validate_first and not config.data.val:
+        raise UserError("validate_first: there is nothing to evaluate; give data.val, or --val-data")
     if config.seed >= 2**32:
         raise UserError(f"seed must be below 2^32, got {config.seed}")
 

@@ -16,6 +16,7 @@ from vl_plugins.integrations.components import create_loss_and_miner, create_min
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, StageConfig, config_errors
 from vl_plugins.integrations.pytorch_metric_learning.two_towers import TwoTowers, build_towers
 from vl_plugins.losses.cross_modal import CrossModalLoss
+from vl_plugins.losses.statistics import latest_statistics
 from vl_plugins.registry import create
 
 __all__ = ["Objective", "build_objective"]
@@ -67,6 +68,15 @@ class Objective(nn.Module):
     def loss(self) -> Any:
         """The loss, with its parameters."""
         return self.compare.loss.loss
+
+    def statistics(self) -> dict[str, Tensor]:
+        """Return those of the latest batch, see :mod:`vl_plugins.losses.statistics`; {} if the loss collects none.
+
+        A loss collects none of a miner's choice.
+        """
+        if self.compare.loss.miner is not None:
+            return {}
+        return latest_statistics(self.loss, next(self.parameters()).device)
 
     def parts(self) -> dict[str, nn.Module]:
         """Return the parts of the towers and the ``"loss"``."""

@@ -26,7 +26,7 @@ class State:
         epoch: number of complete epochs.
         optimizer: state of the optimizer of the last epoch; None before the first one.
         scaler: state of the scaler of gradients; None without one.
-        history: metrics of each epoch.
+        history: metrics of each epoch; those of epoch 0 are of a validation before the first step.
         model: what :func:`~vl_plugins.integrations.pytorch_metric_learning.checkpoints.describe` returns.
     """
 
@@ -104,8 +104,11 @@ def read_state(folder: Path, file: Path, resume: bool) -> State | None:
 
 
 def _is_history(history: Any, last: int) -> bool:
-    """Return whether this is a list of the metrics of epochs 1, 2, ..., ``last``."""
-    for epoch, metrics in enumerate(history, 1):
-        if metrics["epoch"] != epoch or not all(isinstance(value, Real) for value in metrics.values()):
+    """Return whether this is a list of the metrics of epochs 1, 2, ..., ``last``, or of 0, 1, ..., ``last``."""
+    epochs = []
+    for metrics in history:
+        epochs.append(metrics["epoch"])
+        if not all(isinstance(value, Real) for value in metrics.values()):
             return False
-    return isinstance(history, list) and 0 < len(history) == last
+    first = last + 1 - len(epochs)
+    return isinstance(history, list) and last > 0 and first in (0, 1) and epochs == list(range(first, last + 1))

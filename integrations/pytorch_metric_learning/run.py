@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.utils import DistributedType, ProjectConfiguration, broadcast, send_to_device
+from accelerate.utils import DistributedType, ProjectConfiguration, broadcast, reduce, send_to_device
 from omegaconf import OmegaConf
 from timm.layers import convert_sync_batchnorm
 from torch.optim import Optimizer
@@ -39,6 +38,8 @@ __all__ = ["Run", "make_accelerator"]
 logger = logging.getLogger(__name__)
 
 LATEST, BEST, RESULTS, SETTINGS = "latest.pt", "best.pt", "results.jsonl", "config.yaml"
+# Endings of metrics of which a low value is good.
+LOWER_IS_BETTER = ("_rank", "negative_similarity")
 # open_clip's names of the precision in which accelerate runs a model.
 PRECISIONS = {"no": "fp32", "bf16": "amp_bf16", "fp16": "amp"}
 
@@ -92,10 +93,11 @@ class Run:
     """A training with its folder: metrics and checkpoints after each epoch, from which it can be resumed.
 
     The folder holds ``config.yaml``, ``results.jsonl`` with the metrics of each epoch (of
-    :func:`vl_plugins.integrations.encoding.validate`), ``logs/`` of trackers, ``latest.pt`` with the whole state, and
-    ``best.pt``, the model with the best RSUM. All processes evaluate their share; the first one reads what is resumed,
-    and writes. Nothing is written before training starts. Random numbers of an epoch depend on seed, epoch and process
-    alone.
+    :func:`vl_plugins.integrations.encoding.validate`), its mean ``train_loss`` and, if the loss has ``collect_stats``,
+    its mean :mod:`~vl_plugins.losses.statistics`, ``logs/`` of trackers, ``latest.pt`` with the whole state, and
+    ``best.pt``, the best model by ``best_metric`` of the configuration. All processes evaluate their share; the first
+    one reads what is resumed, and writes. Nothing is written before training starts. Random numbers of an epoch depend
+    on seed, epoch and process alone.
 
     Args:
         config: what to train.
@@ -153,6 +155,9 @@ class Run:
             write_file(self.folder / SETTINGS, OmegaConf.to_yaml(OmegaConf.create(asdict(self.config))).encode())
         with user_errors("--report-to", *MALFORMED_CONTENT):
             self.accelerator.init_trackers("vl_plugins", init_kwargs=options)
+        if self.config.validate_first and not self.history:
+            self.history.append({**self._evaluate(), "epoch": 0})
+            self._write_results()
         while self.stages:
             self._train_stage(self.stages.pop(0))
         self.accelerator.end_training()
@@ -174,19 +179,21 @@ class Run:
         model, optimizer = self.accelerator.prepare(self.objective, stage.optimizer)
         while self.epoch < stage.last:
             self.epoch += 1
-            self._train_epoch(stage, model, optimizer)
-            self.history.append(self._evaluate())
-            if self.accelerator.is_main_process:
-                self._write(stage.optimizer)
+            means = self._train_epoch(stage, model, optimizer)
+            self.history.append({**self._evaluate(), "epoch": self.epoch, **means})
+            self._write_checkpoints(stage.optimizer)
+            self._write_results()
         self.accelerator.free_memory()
 
-    def _train_epoch(self, stage: Stage, model: Any, optimizer: Any) -> None:
+    def _train_epoch(self, stage: Stage, model: Any, optimizer: Any) -> dict[str, float]:
+        """Train an epoch; return means over its steps and all processes, of the loss and its statistics."""
         accelerator, epoch = self.accelerator, self.epoch
         self.objective.set_mode(stage.config)
         self.loader.batch_sampler.sampler.set_epoch(epoch)  # type: ignore[union-attr]
         seed_everything(derived_seed(self.config.seed, epoch, accelerator.process_index))
         batches = read_batches("data.train", self.loader)
         bar = tqdm(batches, desc=f"epoch {epoch}", total=len(self.loader), disable=not accelerator.is_main_process)
+        totals: dict[str, Any] = {}
         for step, batch in enumerate(bar, (epoch - 1) * len(self.loader)):
             loss = model(*send_to_device(batch, accelerator.device))
             accelerator.backward(loss)
@@ -194,38 +201,62 @@ class Run:
                 accelerator.clip_grad_norm_(self.objective.towers.parameters(), stage.config.clip_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
+            values = {"loss": loss.detach(), **self.objective.statistics()}
+            for name, value in values.items():
+                totals[name] = totals.get(name, 0) + value.double()
             if step % self.config.log_every == 0:
-                rates = {f"lr/{group['part']}": group["lr"] for group in optimizer.param_groups}
-                accelerator.log({"train/loss": loss.item(), **rates}, step=step)
+                logged = {f"train/{name}": value.item() for name, value in values.items()}
+                for group in optimizer.param_groups:
+                    logged[f"lr/{group['part']}"] = group["lr"]
+                accelerator.log(logged, step=step)
             if (step + 1) % stage.interval == 0:
                 stage.scheduler.step()
         if not loss.isfinite():
             raise UserError(f"the loss is {loss.item()} at the end of epoch {epoch}")
+        means = {}
+        for name, total in totals.items():
+            means[name] = reduce(total / len(self.loader), "mean").item()
+        return {"train_loss": means.pop("loss"), **means}
 
-    def _evaluate(self) -> dict[str, Any]:
-        """Return the number of the epoch and, in the first process, its metrics."""
-        epoch, metrics = self.epoch, {}
-        if self.validation is not None:
-            towers = self.objective.towers.eval()
-            for buffer in towers.buffers():  # such as statistics of batch norm, of each process's own batches
-                broadcast(buffer)
-            batches = read_batches("data.val", self.validation)
-            precision = PRECISIONS[self.accelerator.mixed_precision]
-            metrics = validate(towers, batches, self.accelerator.device, precision, gather=True)
+    def _evaluate(self) -> dict[str, float]:
+        """Return the metrics in the first process, {} without validation data and in the others."""
+        if self.validation is None:
+            return {}
+        towers = self.objective.towers.eval()
+        for buffer in towers.buffers():  # such as statistics of batch norm, of each process's own batches
+            broadcast(buffer)
+        batches = read_batches("data.val", self.validation)
+        precision = PRECISIONS[self.accelerator.mixed_precision]
+        metrics = validate(towers, batches, self.accelerator.device, precision, gather=True)
         if metrics:
-            logger.info(format_metrics_table({f"epoch {epoch}": metrics}))
+            logger.info(format_metrics_table({f"epoch {self.epoch}": metrics}))
             values = {f"val/{name}": value for name, value in metrics.items()}
-            self.accelerator.log(values, step=epoch * len(self.loader) - 1)
-        return {**metrics, "epoch": epoch}
+            self.accelerator.log(values, step=max(0, self.epoch * len(self.loader) - 1))
+        return metrics
 
-    def _write(self, optimizer: Optimizer) -> None:
-        row, scaler = self.history[-1], self.accelerator.scaler
-        model = {"epoch": self.epoch, "metrics": row, **describe(self.config, self.objective)}
-        if "rsum" in row and row is max(self.history, key=lambda other: other.get("rsum", -math.inf)):
+    def _write_results(self) -> None:
+        if self.accelerator.is_main_process:
+            lines = [f"{json.dumps(row)}\n" for row in self.history]
+            write_file(self.folder / RESULTS, "".join(lines).encode())
+
+    def _write_checkpoints(self, optimizer: Optimizer) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        scaler = self.accelerator.scaler
+        model = {"epoch": self.epoch, "metrics": self.history[-1], **describe(self.config, self.objective)}
+        if self._is_best():
             write_checkpoint(self.folder / BEST, model)
         scaler_state = None if scaler is None else scaler.state_dict()
         State(self.epoch, optimizer.state_dict(), scaler_state, self.history, model).save(self.folder / LATEST)
-        write_file(self.folder / RESULTS, "".join(f"{json.dumps(row)}\n" for row in self.history).encode())
+
+    def _is_best(self) -> bool:
+        """Return whether the latest epoch is better than all before it; False without validation."""
+        metric = self.config.best_metric
+        sign = -1 if metric.endswith(LOWER_IS_BETTER) else 1
+        *earlier, latest = [row for row in self.history if row["epoch"] > 0]  # epoch 0 trained nothing
+        if metric not in latest:
+            return False
+        return all(sign * row[metric] < sign * latest[metric] for row in earlier if metric in row)
 
     def _warn_of_changes(self, state: State) -> None:
         # An earlier version may have had fewer options.

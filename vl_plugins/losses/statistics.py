@@ -14,13 +14,13 @@ They are NaN in a call with a miner's choice, which records none. In several pro
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vl_plugins import engine
 from vl_plugins.engine import Comparison
 from vl_plugins.losses.matrix import Call, hardest, matrix_of, summary_of_negatives
 
-__all__ = ["STATISTICS", "forget_statistics", "record_statistics"]
+__all__ = ["STATISTICS", "forget_statistics", "latest_statistics", "record_statistics"]
 
 STATISTICS = ("mean_positive", "mean_negative", "active_pairs", "scale_in_use", "known_positives_left_out")
 
@@ -31,6 +31,19 @@ def forget_statistics(loss: Any) -> None:
         for name in STATISTICS:
             if hasattr(loss, name):
                 setattr(loss, name, torch.tensor(torch.nan))
+
+
+def latest_statistics(loss: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """Return the statistics of the latest call of a loss, or of the part that it called; {} if it collects none."""
+    of_modules = []
+    for module in loss.modules():
+        if getattr(module, "collect_stats", False) and hasattr(module, STATISTICS[0]):
+            values = [torch.as_tensor(getattr(module, name), device=device) for name in STATISTICS]
+            of_modules.append(torch.stack(values))
+    if not of_modules:
+        return {}
+    latest = torch.stack(of_modules).nanmean(dim=0)  # NaN are those of the idle loss of a warm-up
+    return dict(zip(STATISTICS, latest, strict=True))
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ def train(rank, plain, folder):
 
 
 def test_all_processes_continue_after_the_epoch_of_the_first_one(toy_shards, tmp_path):
-    """Only its folder has ``latest.pt``, as on nodes without a shared disk."""
+    """Only its folder has ``latest.pt``, as on nodes without a shared disk. The loss is that of one process."""
     short, longer = (settings(toy_shards, training={"epochs": epochs}) for epochs in (1, 2))
     in_processes(train, 2, short, tmp_path / "resumed", joined=False)
     assert (tmp_path / "resumed" / "0" / LATEST).exists()
@@ -39,6 +39,9 @@ def test_all_processes_continue_after_the_epoch_of_the_first_one(toy_shards, tmp
     whole = in_processes(train, 2, longer, tmp_path / "whole", joined=False)
     assert [metrics["epoch"] for metrics in resumed[0]["history"]] == [1, 2]
     assert resumed[0]["history"] == whole[0]["history"]
+    alone = train(0, settings(toy_shards, data={"batch_size": 8}), tmp_path / "alone")
+    losses = [metrics["train_loss"] for metrics in alone["history"]]
+    assert [metrics["train_loss"] for metrics in whole[0]["history"]] == pytest.approx(losses, rel=1e-3)
     for process in (*resumed, whole[1]):
         torch.testing.assert_close(process["weights"], whole[0]["weights"], rtol=0, atol=0)
 
@@ -52,8 +55,9 @@ def test_metrics_are_those_of_the_checkpoint_in_one_process(batch_size, toy_shar
     dataset = ShardDataset(plain["data"]["val"], transform, tokenizer)
     assert len(dataset) == 8
     metrics = validate(model, evaluation_loader(dataset, batch_size), "cpu")
-    assert first["history"] == [{**metrics, "epoch": 1}]
-    assert second["history"] == [{"epoch": 1}]
+    (row,), (row_of_other,) = first["history"], second["history"]
+    assert row == {**metrics, "epoch": 1, "train_loss": row["train_loss"]}
+    assert row_of_other == {"epoch": 1, "train_loss": row["train_loss"]}
     torch.testing.assert_close(second["weights"], first["weights"], rtol=0, atol=0)
 
 

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+from statistics import fmean
 
 import pytest
 import torch
@@ -12,12 +13,22 @@ import yaml
 from accelerate.state import AcceleratorState
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.multiprocessing import ProcessExitedException
+from torch.nn import functional
 
 from tests.helpers.pml_settings import settings
 from tests.helpers.processes import in_processes
+from vl_plugins.data import ShardDataset, evaluation_loader
 from vl_plugins.errors import UserError
+from vl_plugins.integrations.encoding import validate
 from vl_plugins.integrations.loading import load_model
-from vl_plugins.integrations.pytorch_metric_learning import Run, main, make_accelerator, parse_config
+from vl_plugins.integrations.pytorch_metric_learning import (
+    Run,
+    build_objective,
+    main,
+    make_accelerator,
+    parse_config,
+    run,
+)
 from vl_plugins.integrations.pytorch_metric_learning.objective import Objective
 from vl_plugins.integrations.pytorch_metric_learning.run import LATEST
 
@@ -159,6 +170,71 @@ def test_a_learned_similarity_of_sets_is_trained_saved_and_resumed(toy_shards, t
     for found in (model.similarity, resumed):
         torch.testing.assert_close([parameter.detach() for parameter in found.parameters()], learned, rtol=0, atol=0)
     assert model.encode_image(torch.zeros(1, 3, 32, 32), normalize=True).shape == (1, 2, 16)
+
+
+def test_validation_before_the_first_step(trained, tmp_path, monkeypatch):
+    """Of the untrained model, and training goes on as without it; once, also for a run that is resumed."""
+    plain, folder = trained
+    config = parse_config(plain | {"validate_first": True})
+    kill_at(6, monkeypatch, kill)
+    with pytest.raises(Killed):
+        Run(config, tmp_path).train()
+    monkeypatch.undo()
+    Run(config, tmp_path, resume=True).train()
+    first, *rows = results(tmp_path)
+    towers = build_objective(config).towers.eval()
+    dataset = ShardDataset(plain["data"]["val"], towers.image.trunk.image_transform(False), towers.tokenizer)
+    assert first == {"epoch": 0, **validate(towers, evaluation_loader(dataset, 4), "cpu")}
+    assert rows == results(folder)
+    torch.testing.assert_close(weights(tmp_path), weights(folder), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("metric", "values"),
+    [
+        ("rsum", [9, 1, 3, 2]),
+        ("image_to_text_R@1", [9, 1, 3, 3]),
+        ("text_to_image_mean_rank", [0, 3, 1, 2]),
+        ("hardest_negative_similarity", [0, 3, 1, 2]),
+    ],
+)
+def test_the_best_epoch_by_a_metric(metric, values, toy_shards, tmp_path, monkeypatch):
+    """The second one, which is not the last; epoch 0 has trained nothing."""
+    measured = iter(values)
+    monkeypatch.setattr(run, "validate", lambda *args, **options: validate(*args, **options) | {metric: next(measured)})
+    train(settings(toy_shards, training={"epochs": 3}, validate_first=True, best_metric=metric), tmp_path)
+    assert [row[metric] for row in results(tmp_path)] == values
+    assert torch.load(tmp_path / "best.pt", weights_only=True)["epoch"] == 2
+
+
+WARM_UP = {"name": "triplet_hn", "warmup_steps": 3}
+
+
+@pytest.mark.parametrize("loss", [{"name": "unified", "scale": 20}, WARM_UP], ids=["unified", "warm-up"])
+def test_means_of_an_epoch(loss, toy_shards, tmp_path):
+    """Of the loss and of its statistics, against those of each step."""
+    accelerator = make_accelerator(folder=tmp_path, report_to=["tensorboard"])
+    plain = settings(toy_shards, loss=loss | {"collect_stats": True}, log_every=1)
+    losses, similarities = [], []
+
+    def see(module, args, options, value):
+        if module.training:
+            losses.append(value.item())
+            similarities.append(functional.cosine_similarity(options["embeddings"], options["ref_emb"]).mean().item())
+
+    trained = Run(parse_config(plain), tmp_path, accelerator)
+    trained.objective.loss.register_forward_hook(see, with_kwargs=True)
+    trained.train()
+    assert len(losses) == 8, "two epochs of 16 images in batches of 4"
+    for row, steps in zip(results(tmp_path), (slice(0, 4), slice(4, 8)), strict=True):
+        assert row["train_loss"] == pytest.approx(fmean(losses[steps]))
+        assert row["mean_positive"] == pytest.approx(fmean(similarities[steps]), abs=1e-6)
+        assert row["scale_in_use"] == pytest.approx(loss.get("scale", 1))
+        assert row["known_positives_left_out"] >= 0
+        assert 0 < row["active_pairs"] <= 1
+        assert -1 < row["mean_negative"] < 1
+    events = EventAccumulator(str(tmp_path / "logs" / "vl_plugins")).Reload()
+    assert [event.value for event in events.Scalars("train/mean_positive")] == pytest.approx(similarities, abs=1e-6)
 
 
 def run_command(rank, *arguments, kill_step=None):

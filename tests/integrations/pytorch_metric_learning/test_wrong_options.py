@@ -43,6 +43,9 @@ WRONG = [
     ({"data": {"batch_size": 0}}, "data.batch_size must be an integer >= 1, got 0"),
     ({"data": {"batch_size": 1}}, "data.batch_size: a loss compares images, and there is only one; give at least 2"),
     ({"data": {"chunk_size": 0}}, "data.chunk_size must be an integer >= 1, got 0"),
+    # Validation
+    ({"best_metric": "R@1"}, "best_metric: unknown metric 'R@1'.*known: .*, image_to_text_R@1, .*, rsum"),
+    ({"validate_first": True, "data": {"val": None}}, "validate_first: there is nothing to evaluate; give data.val"),
     # Loss, miner, reducer and distance
     ({"loss": {"name": "unified", "marginn": 1}}, "loss 'unified': unknown option 'marginn'"),
     ({"loss": {"name": "unified", "margin": -1}}, "loss: margin must be"),
