@@ -44,6 +44,8 @@ class DataConfig:
         batch_size: images in a batch of each process; the loss compares those of all processes.
         chunk_size: images that are encoded at a time, to save memory; see
             :func:`vl_plugins.encoders.encode_in_chunks`. None encodes the whole batch.
+        accumulation_steps: with N, a step has N batches. The loss compares all their images at once, and each batch is
+            encoded as a chunk, unless there is a ``chunk_size``.
         workers: loader processes of each process.
         caption_lines: ``"yes"``, ``"no"`` or ``"auto"``, see :func:`vl_plugins.data.read_collection`.
         caption_fields: fields of the ``.json`` in other programs' shards, each of which is a caption.
@@ -63,6 +65,7 @@ class DataConfig:
     captions_per_image: Any = "random"
     batch_size: int = 128
     chunk_size: int | None = None
+    accumulation_steps: int = 1
     workers: int = 4
     caption_lines: str = "auto"
     caption_fields: list[str] = field(default_factory=list)
@@ -75,6 +78,18 @@ class DataConfig:
     max_image_pixels: int = MAX_IMAGE_PIXELS
     on_read_error: str | None = None  # the name of on_error until version 0.3
     allow_duplicate_captions: bool | None = None  # without effect since version 0.4
+
+    @property
+    def images_per_step(self) -> int:
+        """Images of a training step in each process."""
+        return self.batch_size * self.accumulation_steps
+
+    @property
+    def images_per_chunk(self) -> int | None:
+        """Images that are encoded at a time; None for all of a step."""
+        if self.chunk_size is None and self.accumulation_steps > 1:
+            return self.batch_size
+        return self.chunk_size
 
 
 @dataclass
@@ -214,6 +229,7 @@ def _check_ranges(config: Config) -> None:
     values = [
         ("data.batch_size", config.data.batch_size, 1),
         ("data.chunk_size", config.data.chunk_size, 1),
+        ("data.accumulation_steps", config.data.accumulation_steps, 1),
         ("data.workers", config.data.workers, 0),
         ("data.samples_per_epoch", config.data.samples_per_epoch, 1),
         ("data.shuffle_window", config.data.shuffle_window, 1),

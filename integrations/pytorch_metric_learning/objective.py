@@ -149,4 +149,4 @@ def build_objective(config: Config, vocabulary: Vocabulary | None = None, *, pre
     # Vectors are compared by cosine in retrieval, whatever the loss compares, but for order embeddings.
     distance = getattr(loss, "distance", None)
     towers.similarity = distance if sets or isinstance(distance, OrderSimilarity) else None
-    return Objective(towers, loss, miner, config.one_set, config.data.chunk_size)
+    return Objective(towers, loss, miner, config.one_set, config.data.images_per_chunk)

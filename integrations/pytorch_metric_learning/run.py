@@ -137,7 +137,7 @@ class Run:
         if self.accelerator.num_processes > 1 and self.accelerator.device.type == "cuda":
             self.objective.towers = convert_sync_batchnorm(self.objective.towers)
         self.objective.to(self.accelerator.device)
-        if config.data.batch_size * self.accelerator.num_processes == 1:
+        if config.data.images_per_step * self.accelerator.num_processes == 1:
             raise UserError("data.batch_size: a loss compares images, and there is only one; give at least 2")
         self.loader = make_training_loader(config, self.objective.towers)
         self._try_batch(self.loader.dataset)

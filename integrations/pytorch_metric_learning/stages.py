@@ -106,8 +106,12 @@ def _groups(objective: Objective) -> list[dict[str, Any]]:
     groups = []
     for part, module in objective.parts().items():
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if trained:
-            groups.append({"params": trained, "part": part})
+        if not trained:
+            continue
+        group = {"params": trained, "part": part}
+        if any(getattr(submodule, "learns_scale", False) for submodule in module.modules()):
+            group["weight_decay"] = 0.0  # which would pull the scale of a loss to 1
+        groups.append(group)
     return groups
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import os
 import shutil
 from statistics import fmean
@@ -17,6 +18,7 @@ from torch.nn import functional
 
 from tests.helpers.pml_settings import settings
 from tests.helpers.processes import in_processes
+from vl_plugins import create_loss
 from vl_plugins.data import ShardDataset, evaluation_loader
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.encoding import validate
@@ -205,6 +207,60 @@ def test_the_best_epoch_by_a_metric(metric, values, toy_shards, tmp_path, monkey
     train(settings(toy_shards, training={"epochs": 3}, validate_first=True, best_metric=metric), tmp_path)
     assert [row[metric] for row in results(tmp_path)] == values
     assert torch.load(tmp_path / "best.pt", weights_only=True)["epoch"] == 2
+
+
+def test_a_learned_scale_is_trained_saved_and_resumed(toy_shards, tmp_path, monkeypatch):
+    """By the gradient of a loss that is given its scale, and without weight decay."""
+    optimizer = {"name": "SGD", "lr": 0.1, "weight_decay": 0.1}
+    loss = {"name": "unified", "scale": 20, "learn_scale": True}
+    config = parse_config(settings(toy_shards, loss=loss, training={"optimizer": optimizer}))
+    calls = []
+
+    def see(module, args, options):
+        if module.training:
+            calls.append({name: value.detach() for name, value in options.items()})
+
+    whole = Run(config, tmp_path / "whole")
+    whole.objective.loss.register_forward_pre_hook(see, with_kwargs=True)
+    whole.train()
+    log_scale, given_scale = torch.tensor(math.log(20), requires_grad=True), create_loss("unified")
+    for options in calls:
+        value = given_scale(**options, scale=log_scale.exp())
+        (gradient,) = torch.autograd.grad(value, log_scale)
+        log_scale.data -= 0.1 * gradient
+    assert len(calls) == 8
+    assert abs(log_scale.item() - math.log(20)) > 0.01
+    saved = torch.load(tmp_path / "whole" / LATEST, weights_only=True)["loss_funcs"]["metric_loss"]["log_scale"]
+    assert saved.item() == pytest.approx(log_scale.item(), abs=1e-5)
+    kill_at(6, monkeypatch, kill)
+    with pytest.raises(Killed):
+        Run(config, tmp_path / "resumed").train()
+    monkeypatch.undo()
+    Run(config, tmp_path / "resumed", resume=True).train()
+    torch.testing.assert_close(weights(tmp_path / "resumed"), weights(tmp_path / "whole"), rtol=0, atol=0)
+    assert results(tmp_path / "resumed") == results(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("chunk_size", "largest"), [(None, 2), (1, 1)])
+def test_steps_of_several_batches(chunk_size, largest, toy_shards, tmp_path):
+    """Four batches of two are a step of a batch of eight, and no more than one of them is encoded at a time."""
+    training = {"optimizer": {"name": "SGD", "lr": 0.1}}
+    train(settings(toy_shards, training=training, data={"batch_size": 8}), tmp_path / "whole")
+    data = {"batch_size": 2, "accumulation_steps": 4, "chunk_size": chunk_size}
+    accumulated = Run(parse_config(settings(toy_shards, training=training, data=data)), tmp_path / "accumulated")
+    sizes = set()
+
+    def see(tower, inputs):
+        if tower.training:
+            sizes.add(len(inputs[0]))
+
+    accumulated.objective.towers.image.register_forward_pre_hook(see)
+    accumulated.train()
+    assert sizes == {largest}
+    for row, whole in zip(results(tmp_path / "accumulated"), results(tmp_path / "whole"), strict=True):
+        assert row["train_loss"] == pytest.approx(whole["train_loss"], rel=1e-5)
+    # Float32 in four steps of gradients near 1.
+    torch.testing.assert_close(weights(tmp_path / "accumulated"), weights(tmp_path / "whole"), rtol=0, atol=1e-5)
 
 
 WARM_UP = {"name": "triplet_hn", "warmup_steps": 3}

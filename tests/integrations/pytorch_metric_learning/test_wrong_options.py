@@ -43,6 +43,8 @@ WRONG = [
     ({"data": {"batch_size": 0}}, "data.batch_size must be an integer >= 1, got 0"),
     ({"data": {"batch_size": 1}}, "data.batch_size: a loss compares images, and there is only one; give at least 2"),
     ({"data": {"chunk_size": 0}}, "data.chunk_size must be an integer >= 1, got 0"),
+    ({"data": {"accumulation_steps": 0}}, "data.accumulation_steps must be an integer >= 1, got 0"),
+    ({"data": {"accumulation_steps": 5}}, "data: 16 images make no full batch of 20 .* at most 16"),
     # Validation
     ({"best_metric": "R@1"}, "best_metric: unknown metric 'R@1'.*known: .*, image_to_text_R@1, .*, rsum"),
     ({"validate_first": True, "data": {"val": None}}, "validate_first: there is nothing to evaluate; give data.val"),
