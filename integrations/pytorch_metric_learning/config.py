@@ -212,12 +212,18 @@ def parse_config(content: Any, overrides: Mapping[str, Any] | None = None) -> Co
         for path, value in overrides.items():
             OmegaConf.update(tree, path, value, merge=False)
         # Resolvers such as ${oc.env:NAME} would send what is in the environment to an address in an untrusted file.
-        if found := re.search(r'"[^"]*(\$\{[^"]*:[^"]*)"', json.dumps(OmegaConf.to_container(tree), default=str)):
-            raise UserError(f"{found[1]}: only references to other values, such as ${{training.epochs}}, are supported")
+        resolver = re.search(r'"[^"]*(\$\{[^"]*:[^"]*)"', json.dumps(OmegaConf.to_container(tree), default=str))
+        if resolver is not None:
+            raise UserError(
+                f"{resolver[1]}: only references to other values, such as ${{training.epochs}}, are supported"
+            )
         tree.stages = [OmegaConf.merge(tree.get("training") or {}, stage) for stage in tree.get("stages") or []]
         config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), tree))
     except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key + ': ' if error.full_key else ''}{str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0]
+        if error.full_key:
+            reason = f"{error.full_key}: {reason}"
+        raise UserError(reason) from error
     check_max_image_pixels(config.data.max_image_pixels)
     if not {"loss", "loss.name"} & overrides.keys():
         check_registered(config.loss)

@@ -242,21 +242,26 @@ class Run:
     def _write_checkpoints(self, optimizer: Optimizer) -> None:
         if not self.accelerator.is_main_process:
             return
-        scaler = self.accelerator.scaler
         model = {"epoch": self.epoch, "metrics": self.history[-1], **describe(self.config, self.objective)}
         if self._is_best():
             write_checkpoint(self.folder / BEST, model)
-        scaler_state = None if scaler is None else scaler.state_dict()
-        State(self.epoch, optimizer.state_dict(), scaler_state, self.history, model).save(self.folder / LATEST)
+        state = State(self.epoch, optimizer.state_dict(), None, self.history, model)
+        if self.accelerator.scaler is not None:
+            state.scaler = self.accelerator.scaler.state_dict()
+        state.save(self.folder / LATEST)
 
     def _is_best(self) -> bool:
         """Return whether the latest epoch is better than all before it; False without validation."""
         metric = self.config.best_metric
-        sign = -1 if metric.endswith(LOWER_IS_BETTER) else 1
-        *earlier, latest = [row for row in self.history if row["epoch"] > 0]  # epoch 0 trained nothing
-        if metric not in latest:
+        values = []
+        for row in self.history:
+            if row["epoch"] > 0 and metric in row:  # epoch 0 trained nothing
+                values.append(row[metric])
+        if metric not in self.history[-1]:
             return False
-        return all(sign * row[metric] < sign * latest[metric] for row in earlier if metric in row)
+        if metric.endswith(LOWER_IS_BETTER):
+            return values.index(min(values)) == len(values) - 1
+        return values.index(max(values)) == len(values) - 1
 
     def _warn_of_changes(self, state: State) -> None:
         # An earlier version may have had fewer options.

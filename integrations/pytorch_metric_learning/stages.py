@@ -104,11 +104,11 @@ def make_optimizer(stage: StageConfig, objective: Objective) -> Optimizer:
 def _groups(objective: Objective) -> list[dict[str, Any]]:
     """Return the trainable parameters of each part, as groups for an optimizer."""
     groups = []
-    for part, module in objective.parts().items():
+    for name, module in objective.parts().items():
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if not trained:
             continue
-        group = {"params": trained, "part": part}
+        group: dict[str, Any] = {"params": trained, "part": name}
         if any(getattr(submodule, "learns_scale", False) for submodule in module.modules()):
             group["weight_decay"] = 0.0  # which would pull the scale of a loss to 1
         groups.append(group)
@@ -133,7 +133,9 @@ def make_scheduler(
     name, options = split(stage.lr_scheduler or {"name": "ConstantLR", "factor": 1})
     by = one_of("value of lr_scheduler.by", options.pop("by", "epoch"), ("epoch", "iteration"))
     scheduler = _create("scheduler", lr_scheduler, lr_scheduler.LRScheduler, name, optimizer, options)
-    interval = steps_per_epoch if by == "epoch" else 1
+    interval = 1
+    if by == "epoch":
+        interval = steps_per_epoch
     _repeat(scheduler, epochs * steps_per_epoch // interval)
     return scheduler, interval
 
