@@ -150,8 +150,8 @@ class Config:
         seed: of weights, order, captions, augmentations and dropout.
         log_every: training losses are logged every so many steps.
         validate_first: evaluate a new run before its first step, too, as epoch 0.
-        best_metric: metric by which ``best.pt`` is chosen among the epochs, see
-            :func:`vl_plugins.retrieval.retrieval_metrics`.
+        best_metric: metric of :func:`vl_plugins.retrieval.retrieval_metrics` by which ``best.pt`` is chosen among the
+            epochs: the highest, but the lowest rank or ``hardest_negative_similarity``.
     """
 
     image: TowerConfig = field(default_factory=TowerConfig)

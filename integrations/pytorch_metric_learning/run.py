@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.utils import DistributedType, ProjectConfiguration, broadcast, reduce, send_to_device
+from accelerate.utils import DistributedType, ProjectConfiguration, broadcast, send_to_device
 from omegaconf import OmegaConf
 from timm.layers import convert_sync_batchnorm
 from torch.optim import Optimizer
@@ -186,7 +186,10 @@ class Run:
         self.accelerator.free_memory()
 
     def _train_epoch(self, stage: Stage, model: Any, optimizer: Any) -> dict[str, float]:
-        """Train an epoch; return means over its steps and all processes, of the loss and its statistics."""
+        """Train an epoch; return means over its steps of the loss and its statistics.
+
+        They are those of the batches of all processes, because each process compares all rows.
+        """
         accelerator, epoch = self.accelerator, self.epoch
         self.objective.set_mode(stage.config)
         self.loader.batch_sampler.sampler.set_epoch(epoch)  # type: ignore[union-attr]
@@ -215,7 +218,7 @@ class Run:
             raise UserError(f"the loss is {loss.item()} at the end of epoch {epoch}")
         means = {}
         for name, total in totals.items():
-            means[name] = reduce(total / len(self.loader), "mean").item()
+            means[name] = total.item() / len(self.loader)
         return {"train_loss": means.pop("loss"), **means}
 
     def _evaluate(self) -> dict[str, float]:

@@ -293,6 +293,14 @@ def test_means_of_an_epoch(loss, toy_shards, tmp_path):
     assert [event.value for event in events.Scalars("train/mean_positive")] == pytest.approx(similarities, abs=1e-6)
 
 
+def test_a_miner_leaves_no_statistics(toy_shards, tmp_path):
+    loss = {"name": "unified", "collect_stats": True}
+    train(settings(toy_shards, loss=loss, miner="MultiSimilarityMiner", training={"epochs": 1}), tmp_path)
+    (row,) = results(tmp_path)
+    assert row["train_loss"] > 0
+    assert "mean_positive" not in row
+
+
 def run_command(rank, *arguments, kill_step=None):
     """Return what this process prints."""
     with contextlib.redirect_stderr(io.StringIO()) as stderr, pytest.MonkeyPatch.context() as monkeypatch:
