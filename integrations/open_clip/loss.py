@@ -15,7 +15,7 @@ from vl_plugins.errors import MALFORMED_CONTENT, UserError, user_errors
 from vl_plugins.integrations.components import create_loss_and_miner
 from vl_plugins.integrations.open_clip.steps import Steps, token_ids
 from vl_plugins.losses.cross_modal import CrossModalLoss
-from vl_plugins.losses.statistics import collected_statistics
+from vl_plugins.losses.statistics import collected_statistics, latest_statistics
 from vl_plugins.losses.warmup import Warmup
 from vl_plugins.numerics import eager
 from vl_plugins.registry import losses_with_scale
@@ -76,7 +76,7 @@ class TwoTowerLoss(nn.Module):
         self.steps = Steps() if steps is None else steps
         self.loss: Any = loss
         self.compares_own_rows = miner is None and not one_set and getattr(loss, "compares_own_rows", False)
-        self.one_set, self.has_miner = one_set, miner is not None
+        self.one_set = one_set
         self.skipped_steps: list[int] = []
         self.compare: nn.Module = CrossModalLoss(loss, miner, one_set)
         if self.compares_own_rows:
@@ -144,9 +144,9 @@ class TwoTowerLoss(nn.Module):
         for name, values in self.steps.labels.items():
             if name == "labels" or not self.one_set:  # which has no texts apart that ids could be of
                 options[name] = values.to(images.device)
-        has_statistics = is_logged and not self.has_miner
-        with collected_statistics(self.loss, has_statistics) as statistics:
+        with collected_statistics(self.loss) if is_logged else contextlib.nullcontext():
             loss = self.compare(images, ref_emb=texts, **options)
+        statistics = latest_statistics(self.loss) if is_logged else {}
         if not loss.isfinite():  # waits for the GPU
             self._skip_step(loss)
         return loss, statistics

@@ -3,17 +3,19 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from vl_plugins.data.files import write_complete
 from vl_plugins.encoders import Vocabulary
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, parse_config
 from vl_plugins.integrations.pytorch_metric_learning.objective import Objective, build_objective
 from vl_plugins.integrations.pytorch_metric_learning.two_towers import TwoTowers
 
-__all__ = ["FORMAT", "VERSION", "describe", "load_objective", "load_towers"]
+__all__ = ["FORMAT", "VERSION", "describe", "load_objective", "load_towers", "write_checkpoint"]
 
 FORMAT, VERSION = "vl_plugins.pytorch_metric_learning", 2
 
@@ -26,17 +28,23 @@ def describe(config: Config, objective: Objective) -> dict[str, Any]:
         "version": VERSION,
         "config": asdict(config),
         "vocabulary": None if vocabulary is None else list(vocabulary.words),
-        "models": {name: part.state_dict() for name, part in objective.towers.parts().items()},
+        "models": {name: module.state_dict() for name, module in objective.towers.parts().items()},
         "loss_funcs": {"metric_loss": objective.loss.state_dict()},
     }
+
+
+def write_checkpoint(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a checkpoint completely or not at all."""
+    with write_complete(file) as stream:
+        torch.save(dict(content), stream)
 
 
 def load_objective(config: Config, content: Mapping[str, Any]) -> Objective:
     """Build model and loss of a configuration with the weights and words of a checkpoint."""
     words = content["vocabulary"]
     objective = build_objective(config, None if words is None else Vocabulary(tuple(words)), pretrained=False)
-    for name, part in objective.towers.parts().items():
-        part.load_state_dict(content["models"][name])
+    for name, module in objective.towers.parts().items():
+        module.load_state_dict(content["models"][name])
     objective.loss.load_state_dict(content["loss_funcs"]["metric_loss"])
     return objective
 
@@ -56,6 +64,8 @@ def load_towers(
 
 def _config_of_0_2(plain: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration of version 0.2 with the keys of this one, without those of the training."""
-    one_set = plain.get("trainer") == "MetricLossOnly"
-    kept = {name: plain[name] for name in ("image", "text", "dim", "head", "loss", "reducer", "distance", "seed")}
-    return {**kept, "one_set": one_set, "data": {name: plain["data"][name] for name in ("train", "inputs")}}
+    data = {"train": plain["data"]["train"], "inputs": plain["data"]["inputs"]}
+    config = {"one_set": plain.get("trainer") == "MetricLossOnly", "data": data}
+    for name in ("image", "text", "dim", "head", "loss", "reducer", "distance", "seed"):
+        config[name] = plain[name]
+    return config

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from vl_plugins.data.limits import MAX_IMAGE_PIXELS, check_max_image_pixels
-from vl_plugins.errors import MALFORMED_CONTENT, UserError, number, user_errors
+from vl_plugins.errors import MALFORMED_CONTENT, UserError, number, one_of, user_errors
 from vl_plugins.integrations.command_lines import find_config, read_yaml
 from vl_plugins.registry import check_registered
+from vl_plugins.retrieval import retrieval_metrics, retrieval_ranks
 
 __all__ = [
     "Config",
@@ -42,6 +44,8 @@ class DataConfig:
         batch_size: images in a batch of each process; the loss compares those of all processes.
         chunk_size: images that are encoded at a time, to save memory; see
             :func:`vl_plugins.encoders.encode_in_chunks`. None encodes the whole batch.
+        accumulation_steps: with N, a step has N batches. The loss compares all their images at once, and each batch is
+            encoded as a chunk, unless there is a ``chunk_size``.
         workers: loader processes of each process.
         caption_lines: ``"yes"``, ``"no"`` or ``"auto"``, see :func:`vl_plugins.data.read_collection`.
         caption_fields: fields of the ``.json`` in other programs' shards, each of which is a caption.
@@ -61,6 +65,7 @@ class DataConfig:
     captions_per_image: Any = "random"
     batch_size: int = 128
     chunk_size: int | None = None
+    accumulation_steps: int = 1
     workers: int = 4
     caption_lines: str = "auto"
     caption_fields: list[str] = field(default_factory=list)
@@ -73,6 +78,18 @@ class DataConfig:
     max_image_pixels: int = MAX_IMAGE_PIXELS
     on_read_error: str | None = None  # the name of on_error until version 0.3
     allow_duplicate_captions: bool | None = None  # without effect since version 0.4
+
+    @property
+    def images_per_step(self) -> int:
+        """Images of a training step in each process."""
+        return self.batch_size * self.accumulation_steps
+
+    @property
+    def images_per_chunk(self) -> int | None:
+        """Images that are encoded at a time; None for all of a step."""
+        if self.chunk_size is None and self.accumulation_steps > 1:
+            return self.batch_size
+        return self.chunk_size
 
 
 @dataclass
@@ -132,6 +149,9 @@ class Config:
         stages: what each stage changes of ``training``; none for a single stage.
         seed: of weights, order, captions, augmentations and dropout.
         log_every: training losses are logged every so many steps.
+        validate_first: evaluate a new run before its first step, too, as epoch 0.
+        best_metric: metric of :func:`vl_plugins.retrieval.retrieval_metrics` by which ``best.pt`` is chosen among the
+            epochs: the highest, but the lowest rank or ``hardest_negative_similarity``.
     """
 
     image: TowerConfig = field(default_factory=TowerConfig)
@@ -148,6 +168,8 @@ class Config:
     stages: list[StageConfig] = field(default_factory=list)
     seed: int = 0
     log_every: int = 50
+    validate_first: bool = False
+    best_metric: str = "rsum"
 
     @property
     def schedule(self) -> list[StageConfig]:
@@ -190,12 +212,18 @@ def parse_config(content: Any, overrides: Mapping[str, Any] | None = None) -> Co
         for path, value in overrides.items():
             OmegaConf.update(tree, path, value, merge=False)
         # Resolvers such as ${oc.env:NAME} would send what is in the environment to an address in an untrusted file.
-        if found := re.search(r'"[^"]*(\$\{[^"]*:[^"]*)"', json.dumps(OmegaConf.to_container(tree), default=str)):
-            raise UserError(f"{found[1]}: only references to other values, such as ${{training.epochs}}, are supported")
+        resolver = re.search(r'"[^"]*(\$\{[^"]*:[^"]*)"', json.dumps(OmegaConf.to_container(tree), default=str))
+        if resolver is not None:
+            raise UserError(
+                f"{resolver[1]}: only references to other values, such as ${{training.epochs}}, are supported"
+            )
         tree.stages = [OmegaConf.merge(tree.get("training") or {}, stage) for stage in tree.get("stages") or []]
         config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), tree))
     except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key + ': ' if error.full_key else ''}{str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0]
+        if error.full_key:
+            reason = f"{error.full_key}: {reason}"
+        raise UserError(reason) from error
     check_max_image_pixels(config.data.max_image_pixels)
     if not {"loss", "loss.name"} & overrides.keys():
         check_registered(config.loss)
@@ -207,6 +235,7 @@ def _check_ranges(config: Config) -> None:
     values = [
         ("data.batch_size", config.data.batch_size, 1),
         ("data.chunk_size", config.data.chunk_size, 1),
+        ("data.accumulation_steps", config.data.accumulation_steps, 1),
         ("data.workers", config.data.workers, 0),
         ("data.samples_per_epoch", config.data.samples_per_epoch, 1),
         ("data.shuffle_window", config.data.shuffle_window, 1),
@@ -221,6 +250,11 @@ def _check_ranges(config: Config) -> None:
         if value is not None:
             with config_errors(key):
                 number(key, value, least=least, kind=int)
+    ranks = retrieval_ranks(torch.eye(1), torch.eye(1), torch.arange(1))  # any: only the names of metrics matter
+    with config_errors("best_metric"):
+        one_of("metric", config.best_metric, retrieval_metrics(ranks))
+    if config.validate_first and not config.data.val:
+        raise UserError("validate_first: there is nothing to evaluate; give data.val, or --val-data")
     if config.seed >= 2**32:
         raise UserError(f"seed must be below 2^32, got {config.seed}")
 

@@ -32,7 +32,7 @@ def make_training_loader(config: Config, towers: TwoTowers) -> DataLoader:
     with config_errors("data"):
         sampler = CaptionSampler(
             dataset.collection,
-            data.batch_size,
+            data.images_per_step,
             captions_per_image=data.captions_per_image,
             seed=config.seed,
             samples_per_epoch=data.samples_per_epoch,

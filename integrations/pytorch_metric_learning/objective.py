@@ -16,6 +16,7 @@ from vl_plugins.integrations.components import create_loss_and_miner, create_min
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, StageConfig, config_errors
 from vl_plugins.integrations.pytorch_metric_learning.two_towers import TwoTowers, build_towers
 from vl_plugins.losses.cross_modal import CrossModalLoss
+from vl_plugins.losses.statistics import latest_statistics
 from vl_plugins.registry import create
 
 __all__ = ["Objective", "build_objective"]
@@ -54,19 +55,28 @@ class Objective(nn.Module):
         chunk_size, captions = self.chunk_size, len(texts) // len(images)
         images, image_slots = encode_in_chunks(self.towers.image, images, chunk_size)
         texts, text_slots = encode_in_chunks(self.towers.text, texts, chunk_size and chunk_size * captions)
-        slots = {} if image_slots is None else {"slots": image_slots, "ref_slots": text_slots}
-        return self.compare(images, labels, texts, **slots, **self._known_positives(ids))
+        return self.compare(images, labels, texts, **self._options(image_slots, text_slots, ids))
 
-    def _known_positives(self, ids: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return the ids of texts as a loss takes them; none for a loss of one set, whose classes are the labels."""
-        if self.compare.loss.one_set:
-            return {}
-        return dict(zip(("ref_ids", "matching_ids"), ids, strict=False))
+    def _options(self, image_slots: Tensor | None, text_slots: Tensor | None, ids: Sequence[Tensor]) -> dict[str, Any]:
+        """Return the slots of sets, and the ids of texts, as a loss takes them.
+
+        A loss of one set takes no ids, because its classes are the labels.
+        """
+        options: dict[str, Any] = {}
+        if image_slots is not None:
+            options = {"slots": image_slots, "ref_slots": text_slots}
+        if not self.compare.loss.one_set:
+            options |= zip(("ref_ids", "matching_ids"), ids, strict=False)
+        return options
 
     @property
     def loss(self) -> Any:
         """The loss, with its parameters."""
         return self.compare.loss.loss
+
+    def statistics(self) -> dict[str, Tensor]:
+        """Return those of the latest batch, see :mod:`vl_plugins.losses.statistics`; {} if the loss collects none."""
+        return latest_statistics(self.loss)
 
     def parts(self) -> dict[str, nn.Module]:
         """Return the parts of the towers and the ``"loss"``."""
@@ -86,30 +96,39 @@ class Objective(nn.Module):
             images, image_slots = self.towers.image(images)
         with config_errors("text"):
             texts, text_slots = self.towers.text(texts)
-        slots = {} if image_slots is None else {"slots": image_slots, "ref_slots": text_slots}
+        options = self._options(image_slots, text_slots, ids)
         compare = copy.deepcopy(self.compare.loss)
-        # Errors of a loss of the user's own are bugs, which keep their traceback.
-        is_users_own = not type(self.loss).__module__.startswith(("vl_plugins.", "pytorch_metric_learning."))
-        expected = () if is_users_own else MALFORMED_CONTENT
-        with config_errors("loss" if compare.miner is None else "loss and miner", expected):
-            loss = compare(images, labels, None, texts, labels.clone(), **slots, **self._known_positives(ids))
+        key, expected = "loss", MALFORMED_CONTENT
+        if compare.miner is not None:
+            key = "loss and miner"
+        if not type(self.loss).__module__.startswith(("vl_plugins.", "pytorch_metric_learning.")):
+            expected = ()  # errors of a loss of the user's own are bugs, which keep their traceback
+        with config_errors(key, expected):
+            loss = compare(images, labels, None, texts, labels.clone(), **options)
             if not isinstance(loss, Tensor) or loss.ndim > 0:
                 raise UserError("loss: its reducer returns no single number")
 
     def set_mode(self, stage: StageConfig) -> None:
         """Prepare the training of a stage: frozen parts have no gradient and are in evaluation mode."""
-        parts = self.parts()
-        for name in (*stage.freeze, *stage.lr_scale):
-            one_of("part", name, parts)
-        frozen = {parameter for name in stage.freeze for parameter in parts[name].parameters()}
+        modules = self.parts()
+        for name in [*stage.freeze, *stage.lr_scale]:
+            one_of("part", name, modules)
+        frozen: set[nn.Parameter] = set()
+        for name in stage.freeze:
+            frozen.update(modules[name].parameters())
         for parameter in self._trainable:
             parameter.requires_grad_(parameter not in frozen)
         self.train()
-        for name, part in parts.items():
-            part.train(name not in stage.freeze)
-            for module in part.modules() if stage.freeze_batchnorm and name.endswith("trunk") else ():
-                if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                    module.eval()
+        for name, module in modules.items():
+            module.train(name not in stage.freeze)
+            if stage.freeze_batchnorm and name.endswith("trunk"):
+                module.apply(_keep_statistics)
+
+
+def _keep_statistics(module: nn.Module) -> None:
+    """Leave the running statistics of a batch norm as they are, and normalize by them."""
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        module.eval()
 
 
 def build_objective(config: Config, vocabulary: Vocabulary | None = None, *, pretrained: bool = True) -> Objective:
@@ -138,5 +157,6 @@ def build_objective(config: Config, vocabulary: Vocabulary | None = None, *, pre
     towers = build_towers(config, vocabulary, pretrained=pretrained)
     # Vectors are compared by cosine in retrieval, whatever the loss compares, but for order embeddings.
     distance = getattr(loss, "distance", None)
-    towers.similarity = distance if sets or isinstance(distance, OrderSimilarity) else None
-    return Objective(towers, loss, miner, config.one_set, config.data.chunk_size)
+    if sets or isinstance(distance, OrderSimilarity):
+        towers.similarity = distance
+    return Objective(towers, loss, miner, config.one_set, config.data.images_per_chunk)

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,11 +17,11 @@ from torch.optim import Optimizer
 from tqdm import tqdm
 
 from vl_plugins.data import read_batches
-from vl_plugins.data.files import write_complete, write_file
+from vl_plugins.data.files import write_file
 from vl_plugins.data.randomness import derived_seed, seed_everything
 from vl_plugins.errors import MALFORMED_CONTENT, UserError, user_errors
 from vl_plugins.integrations.encoding import validate
-from vl_plugins.integrations.pytorch_metric_learning.checkpoints import describe, load_objective
+from vl_plugins.integrations.pytorch_metric_learning.checkpoints import describe, load_objective, write_checkpoint
 from vl_plugins.integrations.pytorch_metric_learning.config import Config
 from vl_plugins.integrations.pytorch_metric_learning.loaders import (
     make_training_loader,
@@ -30,7 +29,7 @@ from vl_plugins.integrations.pytorch_metric_learning.loaders import (
     trial_batch,
 )
 from vl_plugins.integrations.pytorch_metric_learning.objective import build_objective
-from vl_plugins.integrations.pytorch_metric_learning.resuming import in_first_process, read_state
+from vl_plugins.integrations.pytorch_metric_learning.resuming import State, in_first_process, read_state
 from vl_plugins.integrations.pytorch_metric_learning.stages import Stage, remaining_stages
 from vl_plugins.retrieval import format_metrics_table
 
@@ -39,6 +38,8 @@ __all__ = ["Run", "make_accelerator"]
 logger = logging.getLogger(__name__)
 
 LATEST, BEST, RESULTS, SETTINGS = "latest.pt", "best.pt", "results.jsonl", "config.yaml"
+# Endings of metrics of which a low value is good.
+LOWER_IS_BETTER = ("_rank", "negative_similarity")
 # open_clip's names of the precision in which accelerate runs a model.
 PRECISIONS = {"no": "fp32", "bf16": "amp_bf16", "fp16": "amp"}
 
@@ -92,10 +93,11 @@ class Run:
     """A training with its folder: metrics and checkpoints after each epoch, from which it can be resumed.
 
     The folder holds ``config.yaml``, ``results.jsonl`` with the metrics of each epoch (of
-    :func:`vl_plugins.integrations.encoding.validate`), ``logs/`` of trackers, ``latest.pt`` with the whole state, and
-    ``best.pt``, the model with the best RSUM. All processes evaluate their share; the first one reads what is resumed,
-    and writes. Nothing is written before training starts. Random numbers of an epoch depend on seed, epoch and process
-    alone.
+    :func:`vl_plugins.integrations.encoding.validate`), its mean ``train_loss`` and, if the loss has ``collect_stats``,
+    its mean :mod:`~vl_plugins.losses.statistics`, ``logs/`` of trackers, ``latest.pt`` with the whole state, and
+    ``best.pt``, the best model by ``best_metric`` of the configuration. All processes evaluate their share; the first
+    one reads what is resumed, and writes. Nothing is written before training starts. Random numbers of an epoch depend
+    on seed, epoch and process alone.
 
     Args:
         config: what to train.
@@ -122,31 +124,30 @@ class Run:
             )
         file = self.folder / LATEST
         state = in_first_process(self.accelerator, lambda: read_state(self.folder, file, resume))
-        self.history: list[dict[str, Any]] = [] if state is None else state["history"]
         if state is None:
+            state = State()
             self.objective = build_objective(config)
         else:
             self._warn_of_changes(state)
             with user_errors(f"{file} does not fit the configuration", *MALFORMED_CONTENT):
-                self.objective = load_objective(config, state)
-                if self.accelerator.scaler is not None and state["scaler"]:
-                    self.accelerator.scaler.load_state_dict(state["scaler"])
+                self.objective = load_objective(config, state.model)
+                if self.accelerator.scaler is not None and state.scaler:
+                    self.accelerator.scaler.load_state_dict(state.scaler)
+        self.epoch, self.history = state.epoch, state.history
         if self.accelerator.num_processes > 1 and self.accelerator.device.type == "cuda":
             self.objective.towers = convert_sync_batchnorm(self.objective.towers)
         self.objective.to(self.accelerator.device)
-        if config.data.batch_size * self.accelerator.num_processes == 1:
+        if config.data.images_per_step * self.accelerator.num_processes == 1:
             raise UserError("data.batch_size: a loss compares images, and there is only one; give at least 2")
         self.loader = make_training_loader(config, self.objective.towers)
         self._try_batch(self.loader.dataset)
         rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
         self.validation = make_validation_loader(config, self.objective.towers, rank, world_size)
-        optimizer_state = None if state is None else state["optimizer"]
-        epochs, steps = len(self.history), len(self.loader)
-        self.stages = remaining_stages(config, self.objective, steps, epochs, optimizer_state)
+        self.stages = remaining_stages(config, self.objective, len(self.loader), self.epoch, state.optimizer)
 
     def train(self) -> list[dict[str, Any]]:
         """Train the epochs that are left of all stages; return the metrics of each epoch, in the first process."""
-        steps = len(self.history) * len(self.loader)
+        steps = self.epoch * len(self.loader)
         # After a kill, TensorBoard drops the steps that are repeated.
         options = {"tensorboard": {"purge_step": steps}, "wandb": {"name": self.folder.name, "dir": str(self.folder)}}
         if self.accelerator.is_main_process:
@@ -154,6 +155,9 @@ class Run:
             write_file(self.folder / SETTINGS, OmegaConf.to_yaml(OmegaConf.create(asdict(self.config))).encode())
         with user_errors("--report-to", *MALFORMED_CONTENT):
             self.accelerator.init_trackers("vl_plugins", init_kwargs=options)
+        if self.config.validate_first and not self.history:
+            self.history.append({**self._evaluate(), "epoch": 0})
+            self._write_results()
         while self.stages:
             self._train_stage(self.stages.pop(0))
         self.accelerator.end_training()
@@ -169,24 +173,30 @@ class Run:
 
     def _train_stage(self, stage: Stage) -> None:
         frozen = ", ".join(stage.config.freeze) or "nothing"
-        epochs = f"epochs {len(self.history) + 1} to {stage.last}"
+        epochs = f"epochs {self.epoch + 1} to {stage.last}"
         logger.info(f"stage {stage.number} of {len(self.config.schedule)}: {epochs}, frozen: {frozen}")
         self.objective.set_mode(stage.config)
         model, optimizer = self.accelerator.prepare(self.objective, stage.optimizer)
-        while len(self.history) < stage.last:
-            self._train_epoch(stage, model, optimizer)
-            self.history.append(self._evaluate())
-            if self.accelerator.is_main_process:
-                self._write(stage.optimizer)
+        while self.epoch < stage.last:
+            self.epoch += 1
+            means = self._train_epoch(stage, model, optimizer)
+            self.history.append({**self._evaluate(), "epoch": self.epoch, **means})
+            self._write_checkpoints(stage.optimizer)
+            self._write_results()
         self.accelerator.free_memory()
 
-    def _train_epoch(self, stage: Stage, model: Any, optimizer: Any) -> None:
-        accelerator, epoch = self.accelerator, len(self.history) + 1
+    def _train_epoch(self, stage: Stage, model: Any, optimizer: Any) -> dict[str, float]:
+        """Train an epoch; return means over its steps of the loss and its statistics.
+
+        They are those of the batches of all processes, because each process compares all rows.
+        """
+        accelerator, epoch = self.accelerator, self.epoch
         self.objective.set_mode(stage.config)
         self.loader.batch_sampler.sampler.set_epoch(epoch)  # type: ignore[union-attr]
         seed_everything(derived_seed(self.config.seed, epoch, accelerator.process_index))
         batches = read_batches("data.train", self.loader)
         bar = tqdm(batches, desc=f"epoch {epoch}", total=len(self.loader), disable=not accelerator.is_main_process)
+        totals: dict[str, Any] = {}
         for step, batch in enumerate(bar, (epoch - 1) * len(self.loader)):
             loss = model(*send_to_device(batch, accelerator.device))
             accelerator.backward(loss)
@@ -194,49 +204,75 @@ class Run:
                 accelerator.clip_grad_norm_(self.objective.towers.parameters(), stage.config.clip_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
+            values = {"loss": loss.detach(), **self.objective.statistics()}
+            for name, value in values.items():
+                totals[name] = totals.get(name, 0) + value.double()
             if step % self.config.log_every == 0:
-                rates = {f"lr/{group['part']}": group["lr"] for group in optimizer.param_groups}
-                accelerator.log({"train/loss": loss.item(), **rates}, step=step)
+                logged = {f"train/{name}": value.item() for name, value in values.items()}
+                for group in optimizer.param_groups:
+                    logged[f"lr/{group['part']}"] = group["lr"]
+                accelerator.log(logged, step=step)
             if (step + 1) % stage.interval == 0:
                 stage.scheduler.step()
         if not loss.isfinite():
             raise UserError(f"the loss is {loss.item()} at the end of epoch {epoch}")
+        means = {}
+        for name, total in totals.items():
+            means[name] = total.item() / len(self.loader)
+        return {"train_loss": means.pop("loss"), **means}
 
-    def _evaluate(self) -> dict[str, Any]:
-        """Return the number of an epoch and, in the first process, its metrics."""
-        epoch, metrics = len(self.history) + 1, {}
-        if self.validation is not None:
-            towers = self.objective.towers.eval()
-            for buffer in towers.buffers():  # such as statistics of batch norm, of each process's own batches
-                broadcast(buffer)
-            batches = read_batches("data.val", self.validation)
-            precision = PRECISIONS[self.accelerator.mixed_precision]
-            metrics = validate(towers, batches, self.accelerator.device, precision, gather=True)
+    def _evaluate(self) -> dict[str, float]:
+        """Return the metrics in the first process, {} without validation data and in the others."""
+        if self.validation is None:
+            return {}
+        towers = self.objective.towers.eval()
+        for buffer in towers.buffers():  # such as statistics of batch norm, of each process's own batches
+            broadcast(buffer)
+        batches = read_batches("data.val", self.validation)
+        precision = PRECISIONS[self.accelerator.mixed_precision]
+        metrics = validate(towers, batches, self.accelerator.device, precision, gather=True)
         if metrics:
-            logger.info(format_metrics_table({f"epoch {epoch}": metrics}))
+            logger.info(format_metrics_table({f"epoch {self.epoch}": metrics}))
             values = {f"val/{name}": value for name, value in metrics.items()}
-            self.accelerator.log(values, step=epoch * len(self.loader) - 1)
-        return {**metrics, "epoch": epoch}
+            self.accelerator.log(values, step=max(0, self.epoch * len(self.loader) - 1))
+        return metrics
 
-    def _write(self, optimizer: Optimizer) -> None:
-        row, scaler = self.history[-1], self.accelerator.scaler
-        model = {"epoch": row["epoch"], "metrics": row, **describe(self.config, self.objective)}
-        training = {"history": self.history, "optimizer": optimizer.state_dict()}
-        files = {LATEST: model | training | {"scaler": scaler and scaler.state_dict()}}
-        if "rsum" in row and row is max(self.history, key=lambda other: other.get("rsum", -math.inf)):
-            files = {BEST: model, **files}
-        for name, content in files.items():
-            with write_complete(self.folder / name) as stream:
-                torch.save(content, stream)
-        write_file(self.folder / RESULTS, "".join(f"{json.dumps(row)}\n" for row in self.history).encode())
+    def _write_results(self) -> None:
+        if self.accelerator.is_main_process:
+            lines = [f"{json.dumps(row)}\n" for row in self.history]
+            write_file(self.folder / RESULTS, "".join(lines).encode())
 
-    def _warn_of_changes(self, state: dict[str, Any]) -> None:
+    def _write_checkpoints(self, optimizer: Optimizer) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        model = {"epoch": self.epoch, "metrics": self.history[-1], **describe(self.config, self.objective)}
+        if self._is_best():
+            write_checkpoint(self.folder / BEST, model)
+        state = State(self.epoch, optimizer.state_dict(), None, self.history, model)
+        if self.accelerator.scaler is not None:
+            state.scaler = self.accelerator.scaler.state_dict()
+        state.save(self.folder / LATEST)
+
+    def _is_best(self) -> bool:
+        """Return whether the latest epoch is better than all before it; False without validation."""
+        metric = self.config.best_metric
+        values = []
+        for row in self.history:
+            if row["epoch"] > 0 and metric in row:  # epoch 0 trained nothing
+                values.append(row[metric])
+        if metric not in self.history[-1]:
+            return False
+        if metric.endswith(LOWER_IS_BETTER):
+            return values.index(min(values)) == len(values) - 1
+        return values.index(max(values)) == len(values) - 1
+
+    def _warn_of_changes(self, state: State) -> None:
         # An earlier version may have had fewer options.
-        earlier: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), state["config"]))
+        earlier: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), state.model["config"]))
         before = asdict(earlier)
         changed = []
         for name, value in asdict(self.config).items():
             if value != before[name]:
                 changed.append(name)
         if changed and self.accelerator.is_main_process:
-            logger.warning(f"resuming after epoch {len(self.history)} with changes in: {', '.join(changed)}")
+            logger.warning(f"resuming after epoch {state.epoch} with changes in: {', '.join(changed)}")

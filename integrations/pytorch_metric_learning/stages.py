@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 from vl_plugins.errors import MALFORMED_CONTENT, UserError, one_of, unknown_name, user_errors
@@ -17,7 +17,7 @@ from vl_plugins.integrations.pytorch_metric_learning.config import Config, Stage
 from vl_plugins.integrations.pytorch_metric_learning.objective import Objective
 from vl_plugins.registry import options_of
 
-__all__ = ["Stage", "make_optimizer", "make_scheduler", "remaining_stages"]
+__all__ = ["Stage", "make_optimizer", "make_scheduler", "remaining_stages", "validate"]
 
 MOST_TRIAL_STEPS = 100_000
 
@@ -67,13 +67,8 @@ def remaining_stages(
         last = first + stage.epochs
         if epochs >= last:
             continue
-        with config_errors(key):
-            objective.set_mode(stage)
-        with config_errors(f"{key}.optimizer"):
-            optimizer = make_optimizer(stage, objective)
-            try_step(stage, optimizer)
-        with config_errors(f"{key}.lr_scheduler"):
-            try_schedule(stage, optimizer, steps_per_epoch)
+        validate(key, stage, objective, steps_per_epoch)
+        optimizer = make_optimizer(stage, objective)
         trained = max(0, epochs - first)
         if trained > 0 and optimizer_state is not None:  # a new stage has a new optimizer
             load_optimizer_state(stage, optimizer, optimizer_state)
@@ -82,17 +77,49 @@ def remaining_stages(
     return stages
 
 
+def validate(key: str, stage: StageConfig, objective: Objective, steps_per_epoch: int) -> None:
+    """Set the mode of a stage, and try its options on parameters of one number each: a step, and the whole schedule.
+
+    Raises:
+        UserError: a wrong option; the message begins with its key.
+    """
+    with config_errors(key):
+        objective.set_mode(stage)
+    groups = _groups(objective)
+    for group in groups:
+        group["params"] = [_with_gradient(parameter.new_zeros([1] * parameter.ndim)) for parameter in group["params"]]
+    with config_errors(f"{key}.optimizer"):
+        optimizer = _optimizer(stage, groups)
+        optimizer.step()
+    with config_errors(f"{key}.lr_scheduler"):
+        scheduler, interval = make_scheduler(stage, optimizer, steps_per_epoch)
+        _repeat(scheduler, min(stage.epochs * steps_per_epoch // interval, MOST_TRIAL_STEPS))
+
+
 def make_optimizer(stage: StageConfig, objective: Objective) -> Optimizer:
     """Return the optimizer of what :meth:`Objective.set_mode` left trainable; each part is a group."""
+    return _optimizer(stage, _groups(objective))
+
+
+def _groups(objective: Objective) -> list[dict[str, Any]]:
+    """Return the trainable parameters of each part, as groups for an optimizer."""
     groups = []
-    for part, module in objective.parts().items():
+    for name, module in objective.parts().items():
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if trained:
-            groups.append({"params": trained, "part": part})
-    optimizer = _optimizer(stage, groups)
-    for group in optimizer.param_groups:
-        group["lr"] *= stage.lr_scale.get(group["part"], 1)
-    return optimizer
+        if not trained:
+            continue
+        group: dict[str, Any] = {"params": trained, "part": name}
+        if any(getattr(submodule, "learns_scale", False) for submodule in module.modules()):
+            group["weight_decay"] = 0.0  # which would pull the scale of a loss to 1
+        groups.append(group)
+    return groups
+
+
+def _with_gradient(values: Tensor) -> nn.Parameter:
+    """Return a parameter with a gradient of 0."""
+    parameter = nn.Parameter(values)
+    parameter.grad = torch.zeros_like(values)
+    return parameter
 
 
 def make_scheduler(
@@ -106,7 +133,9 @@ def make_scheduler(
     name, options = split(stage.lr_scheduler or {"name": "ConstantLR", "factor": 1})
     by = one_of("value of lr_scheduler.by", options.pop("by", "epoch"), ("epoch", "iteration"))
     scheduler = _create("scheduler", lr_scheduler, lr_scheduler.LRScheduler, name, optimizer, options)
-    interval = steps_per_epoch if by == "epoch" else 1
+    interval = 1
+    if by == "epoch":
+        interval = steps_per_epoch
     _repeat(scheduler, epochs * steps_per_epoch // interval)
     return scheduler, interval
 
@@ -118,9 +147,9 @@ def load_optimizer_state(stage: StageConfig, optimizer: Optimizer, saved: Mappin
         UserError: the stage trains other parts than the optimizer did, or the state does not fit its parameters.
     """
     groups = optimizer.state_dict()["param_groups"]
-    parts = [group["part"] for group in groups]
+    part_names = [group["part"] for group in groups]
     with user_errors("--resume: the state of the optimizer does not fit this stage", *MALFORMED_CONTENT):
-        if [group["part"] for group in saved["param_groups"]] != parts:
+        if [group["part"] for group in saved["param_groups"]] != part_names:
             raise UserError("--resume: this stage trains other parts than before; use a new --out")
         optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
         try_step(stage, optimizer)  # because load_state_dict compares no shapes
@@ -134,29 +163,19 @@ def try_step(stage: StageConfig, optimizer: Optimizer) -> None:
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            twin = nn.Parameter(torch.zeros_like(parameter))
-            twin.grad = torch.zeros_like(parameter)
-            trial = _optimizer(stage, [{"params": [twin]}])
+            twin = _with_gradient(torch.zeros_like(parameter))
+            trial = _optimizer(stage, [{"params": [twin], "part": group["part"]}])
             state = optimizer.state.get(parameter)
             if state is not None:
                 trial.state[twin] = copy.deepcopy(state)
             trial.step()
 
 
-def try_schedule(stage: StageConfig, optimizer: Optimizer, steps_per_epoch: int) -> None:
-    """Run the whole schedule of a stage on an optimizer of small parameters.
-
-    Raises:
-        Exception: any that the scheduler raises.
-    """
-    groups = [{**group, "params": [nn.Parameter(torch.zeros(1, 1))]} for group in optimizer.param_groups]
-    scheduler, interval = make_scheduler(stage, _optimizer(stage, groups), steps_per_epoch)
-    _repeat(scheduler, min(stage.epochs * steps_per_epoch // interval, MOST_TRIAL_STEPS))
-
-
 def _optimizer(stage: StageConfig, groups: list[dict[str, Any]]) -> Optimizer:
     name, options = split(stage.optimizer)
     optimizer: Optimizer = _create("optimizer", torch.optim, Optimizer, name, groups, options)
+    for group in optimizer.param_groups:
+        group["lr"] *= stage.lr_scale.get(group["part"], 1)
     return optimizer
 
 

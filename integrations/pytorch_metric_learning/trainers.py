@@ -14,7 +14,7 @@ from vl_plugins.losses.cross_modal import CrossModalLoss
 
 __all__ = ["CrossModalTrainer"]
 
-PARTS = ("image_trunk", "image_embedder", "text_trunk", "text_embedder")
+MODELS = ("image_trunk", "image_embedder", "text_trunk", "text_embedder")
 
 
 class CrossModalTrainer(BaseTrainer):
@@ -42,17 +42,17 @@ class CrossModalTrainer(BaseTrainer):
     def custom_setup(self) -> None:
         miner = self.mining_funcs.get("tuple_miner")
         self.compare = {name: DistributedLoss(CrossModalLoss(loss, miner)) for name, loss in self.loss_funcs.items()}
-        self.data_and_label_getter = self.data_and_label_getter or (lambda batch: ([*batch[:2], *batch[3:]], batch[2]))
+        self.data_and_label_getter = self.data_and_label_getter or _labels_apart
 
     def modify_schema(self) -> None:
         models, optimizers = self.schema["models"], self.schema["optimizers"]
-        models.keys, models.essential = list(PARTS), ["image_trunk", "text_trunk"]
+        models.keys, models.essential = list(MODELS), ["image_trunk", "text_trunk"]
         models.important = optimizers.important = []  # optional: frozen or identity parts have no optimizer
         self.schema["loss_funcs"].keys = list(self.loss_funcs)
 
     def initialize_models(self) -> None:
-        for part in PARTS:
-            self.models.setdefault(part, torch.nn.Identity())
+        for name in MODELS:
+            self.models.setdefault(name, torch.nn.Identity())
 
     def set_to_train(self) -> None:
         super().set_to_train()
@@ -80,3 +80,9 @@ class CrossModalTrainer(BaseTrainer):
         if self.freeze_trunk_batchnorm:
             for name in ("image_trunk", "text_trunk"):
                 self.models[name].apply(common_functions.set_layers_to_eval("BatchNorm"))
+
+
+def _labels_apart(batch: Sequence[Any]) -> tuple[list[Any], Any]:
+    """Return images, texts and ids, if any, and the labels."""
+    images, texts, labels, *ids = batch
+    return [images, texts, *ids], labels

@@ -69,8 +69,11 @@ class TwoTowers(nn.Module):
 
     def parts(self) -> dict[str, nn.Module]:
         """Return the modules that can be frozen: ``image_trunk``, ``image_embedder``, ... ``text_head``."""
-        towers = {"image": self.image, "text": self.text}
-        return {f"{name}_{part}": module for name, tower in towers.items() for part, module in tower.named_children()}
+        modules = {}
+        for side, tower in (("image", self.image), ("text", self.text)):
+            for name, module in tower.named_children():
+                modules[f"{side}_{name}"] = module
+        return modules
 
     @property
     def tokenizer(self) -> Callable[[list[str]], Tensor]:

@@ -41,7 +41,7 @@ def test_losses_are_those_of_open_clips_log(tmp_path, name):
     for epoch, loss in ((0, 9.0), (0, 8.5), (1, 7.0), (0, 8.0)):
         lines.append(f"{begin} {epoch} [4/8 (50%)] LR: 0.1 Logit Scale: 14.3 {name} Loss: 1.0 ({loss})")
     (tmp_path / "run/out.log").write_text("\n".join(lines))
-    assert [item.get("loss") for item in read_results(tmp_path / "run")] == [None, 8.0, 7.0]
+    assert [item.get("train_loss") for item in read_results(tmp_path / "run")] == [None, 8.0, 7.0]
     assert read_results(file) == read_results(tmp_path / "run")
 
 

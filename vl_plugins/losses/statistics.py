@@ -16,48 +16,51 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vl_plugins import engine
 from vl_plugins.engine import Comparison
 from vl_plugins.losses.matrix import Call, hardest, matrix_of, summary_of_negatives
 
-__all__ = ["STATISTICS", "collected_statistics", "forget_statistics", "record_statistics"]
+__all__ = ["STATISTICS", "collected_statistics", "forget_statistics", "latest_statistics", "record_statistics"]
 
 STATISTICS = ("mean_positive", "mean_negative", "active_pairs", "scale_in_use", "known_positives_left_out")
 
 
 @contextlib.contextmanager
-def collected_statistics(loss: torch.nn.Module, is_collected: bool = True) -> Iterator[dict[str, Tensor]]:
-    """Yield a dict that holds, after the block, the statistics of the loss's call in the block, by their names.
-
-    It stays empty with ``is_collected`` False, and for a loss that records none. Of a warm-up, they are those of the
-    loss that was called. Which names there are does not depend on the embeddings.
-    """
-    statistics: dict[str, Tensor] = {}
-    recording = []
-    losses: Any = loss.modules() if is_collected else ()
+def collected_statistics(loss: nn.Module) -> Iterator[None]:
+    """Let a loss record the statistics of its calls in the block, as with ``collect_stats=True``."""
+    former = {}
+    losses: Any = loss.modules()
     for module in losses:
-        if hasattr(module, "margin_in_use"):  # a PairLoss
-            recording.append((module, module.collect_stats))
-            module.collect_stats, module.has_statistics = True, False
+        if hasattr(module, "has_statistics"):
+            former[module] = module.collect_stats
+            module.collect_stats = True
     try:
-        yield statistics
-        for module, _ in recording:
-            if module.has_statistics:
-                for name in STATISTICS:
-                    statistics[name] = getattr(module, name)
+        yield
     finally:
-        for module, was_collecting in recording:
+        for module, was_collecting in former.items():
             module.collect_stats = was_collecting
 
 
 def forget_statistics(loss: Any) -> None:
     """Set the statistics of a loss to NaN, where a call computes none."""
+    loss.has_statistics = False
     if getattr(loss, "collect_stats", False):
         for name in STATISTICS:
             if hasattr(loss, name):
                 setattr(loss, name, torch.tensor(torch.nan))
+
+
+def latest_statistics(loss: nn.Module) -> dict[str, Tensor]:
+    """Return the statistics of the latest call of a loss, or of the part that it called; {} if it recorded none.
+
+    Which names there are does not depend on the embeddings, so it is the same in all processes.
+    """
+    for module in loss.modules():
+        if getattr(module, "has_statistics", False):
+            return {name: getattr(module, name) for name in STATISTICS}
+    return {}
 
 
 @torch.no_grad()

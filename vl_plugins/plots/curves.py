@@ -31,8 +31,8 @@ def read_results(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Returns:
         At least one row, each with ``epoch`` and ``rsum``, [0, 600]; where vl_plugins validated, with
-        ``positive_similarity`` and ``hardest_negative_similarity``; with ``loss``, the mean of the training in the
-        epoch, where the file or open_clip's ``out.log`` has it; all else as in the file.
+        ``positive_similarity`` and ``hardest_negative_similarity``; with ``train_loss``, the mean in the epoch, where
+        the file or open_clip's ``out.log`` has it; all else as in the file.
 
     Raises:
         UserError: there is no such file, or a line is not JSON or lacks these.
@@ -58,7 +58,7 @@ def read_results(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
         raise UserError(f"{file} holds no validation results")
     for epoch, loss in _logged_losses(file.parent.parent / "out.log").items():
         if epoch in rows:
-            rows[epoch]["loss"] = loss
+            rows[epoch]["train_loss"] = loss
     return [rows[epoch] for epoch in sorted(rows)]
 
 
@@ -86,7 +86,7 @@ def plot_training_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], out: s
     figure.get_layout_engine().set(wspace=0.06)
     ticker = require("matplotlib.ticker", extra="eval")
     names = ["rsum"]
-    for name in ("loss", "positive_similarity"):
+    for name in ("train_loss", "positive_similarity"):
         if any(name in row for rows in runs.values() for row in rows):
             names.append(name)
     axes_of = dict(zip(names, figure.subplots(1, len(names), squeeze=False)[0], strict=True))
@@ -106,8 +106,8 @@ def plot_training_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], out: s
                 axes.plot(epochs, hardest, "--", markerfacecolor="white", **style)
     axes_of["rsum"].set(title="Retrieval quality", ylabel="RSUM (percent, at most 600)")
     axes_of["rsum"].legend()
-    if "loss" in axes_of:
-        axes_of["loss"].set(title="Training", ylabel="mean loss")
+    if "train_loss" in axes_of:
+        axes_of["train_loss"].set(title="Training", ylabel="mean loss")
     if "positive_similarity" in axes_of:
         axes = axes_of["positive_similarity"]
         axes.set(title="Similarity of pairs", ylabel="mean cosine similarity")

@@ -47,6 +47,8 @@ CASES = {
     "frozen": case(training={"freeze": ["image_embedder", "text_trunk"], "lr_scale": {"loss": 2}}, head=SETS),
     "clipped": case(training={"clip_grad_norm": 0.01}),
     "chunks": case(data={"inputs": "features", "chunk_size": 3}),
+    "batches of a step": case(data={"inputs": "features", "batch_size": 3, "accumulation_steps": 2}),
+    "learned scale": case(loss={"name": "unified", "learn_scale": True}),
     "chunks of sets": case(data={"inputs": "features", "chunk_size": 1}, head=SETS),
 }
 
@@ -93,7 +95,7 @@ def two_processes():
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_equal_one(two_processes, name):
     """Chunks are compared with whole batches."""
-    plain = CASES[name] | {"data": CASES[name]["data"] | {"chunk_size": None}}
+    plain = CASES[name] | {"data": CASES[name]["data"] | {"chunk_size": None, "accumulation_steps": 1}}
     expected = step(plain)
     assert sum(key.startswith("grad") for key in expected) > 3
     for found in two_processes:

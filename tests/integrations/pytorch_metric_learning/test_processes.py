@@ -30,15 +30,20 @@ def train(rank, plain, folder):
 
 
 def test_all_processes_continue_after_the_epoch_of_the_first_one(toy_shards, tmp_path):
-    """Only its folder has ``latest.pt``, as on nodes without a shared disk."""
-    short, longer = (settings(toy_shards, training={"epochs": epochs}) for epochs in (1, 2))
+    """Only its folder has ``latest.pt``, as on nodes without a shared disk. The loss is that of one process."""
+    short = settings(toy_shards, training={"epochs": 1}, validate_first=True)
+    longer = settings(toy_shards, training={"epochs": 2}, validate_first=True)
     in_processes(train, 2, short, tmp_path / "resumed", joined=False)
     assert (tmp_path / "resumed" / "0" / LATEST).exists()
     assert not (tmp_path / "resumed" / "1" / LATEST).exists()
     resumed = in_processes(train, 2, longer, tmp_path / "resumed", joined=False)
     whole = in_processes(train, 2, longer, tmp_path / "whole", joined=False)
-    assert [metrics["epoch"] for metrics in resumed[0]["history"]] == [1, 2]
+    assert [metrics["epoch"] for metrics in resumed[0]["history"]] == [0, 1, 2]
     assert resumed[0]["history"] == whole[0]["history"]
+    alone = train(0, settings(toy_shards, data={"batch_size": 8}, validate_first=True), tmp_path / "alone")["history"]
+    assert whole[0]["history"][0] == pytest.approx(alone[0], rel=1e-5)
+    for metrics, metrics_of_one in zip(whole[0]["history"][1:], alone[1:], strict=True):
+        assert metrics["train_loss"] == pytest.approx(metrics_of_one["train_loss"], rel=1e-3)
     for process in (*resumed, whole[1]):
         torch.testing.assert_close(process["weights"], whole[0]["weights"], rtol=0, atol=0)
 
@@ -52,8 +57,9 @@ def test_metrics_are_those_of_the_checkpoint_in_one_process(batch_size, toy_shar
     dataset = ShardDataset(plain["data"]["val"], transform, tokenizer)
     assert len(dataset) == 8
     metrics = validate(model, evaluation_loader(dataset, batch_size), "cpu")
-    assert first["history"] == [{**metrics, "epoch": 1}]
-    assert second["history"] == [{"epoch": 1}]
+    (row,), (row_of_other,) = first["history"], second["history"]
+    assert row == {**metrics, "epoch": 1, "train_loss": row["train_loss"]}
+    assert row_of_other == {"epoch": 1, "train_loss": row["train_loss"]}
     torch.testing.assert_close(second["weights"], first["weights"], rtol=0, atol=0)
 
 

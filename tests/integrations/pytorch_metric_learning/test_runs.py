@@ -3,8 +3,10 @@
 import contextlib
 import io
 import json
+import math
 import os
 import shutil
+from statistics import fmean
 
 import pytest
 import torch
@@ -12,12 +14,23 @@ import yaml
 from accelerate.state import AcceleratorState
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.multiprocessing import ProcessExitedException
+from torch.nn import functional
 
 from tests.helpers.pml_settings import settings
 from tests.helpers.processes import in_processes
+from vl_plugins import create_loss
+from vl_plugins.data import ShardDataset, evaluation_loader
 from vl_plugins.errors import UserError
+from vl_plugins.integrations.encoding import validate
 from vl_plugins.integrations.loading import load_model
-from vl_plugins.integrations.pytorch_metric_learning import Run, main, make_accelerator, parse_config
+from vl_plugins.integrations.pytorch_metric_learning import (
+    Run,
+    build_objective,
+    main,
+    make_accelerator,
+    parse_config,
+    run,
+)
 from vl_plugins.integrations.pytorch_metric_learning.objective import Objective
 from vl_plugins.integrations.pytorch_metric_learning.run import LATEST
 
@@ -159,6 +172,133 @@ def test_a_learned_similarity_of_sets_is_trained_saved_and_resumed(toy_shards, t
     for found in (model.similarity, resumed):
         torch.testing.assert_close([parameter.detach() for parameter in found.parameters()], learned, rtol=0, atol=0)
     assert model.encode_image(torch.zeros(1, 3, 32, 32), normalize=True).shape == (1, 2, 16)
+
+
+def test_validation_before_the_first_step(trained, tmp_path, monkeypatch):
+    """Of the untrained model, and training goes on as without it; once, also for a run that is resumed."""
+    plain, folder = trained
+    config = parse_config(plain | {"validate_first": True})
+    kill_at(6, monkeypatch, kill)
+    with pytest.raises(Killed):
+        Run(config, tmp_path).train()
+    monkeypatch.undo()
+    Run(config, tmp_path, resume=True).train()
+    first, *rows = results(tmp_path)
+    towers = build_objective(config).towers.eval()
+    dataset = ShardDataset(plain["data"]["val"], towers.image.trunk.image_transform(False), towers.tokenizer)
+    assert first == {"epoch": 0, **validate(towers, evaluation_loader(dataset, 4), "cpu")}
+    assert rows == results(folder)
+    torch.testing.assert_close(weights(tmp_path), weights(folder), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("metric", "values"),
+    [
+        ("rsum", [9, 1, 3, 2]),
+        ("image_to_text_R@1", [9, 1, 3, 3]),
+        ("text_to_image_mean_rank", [0, 3, 1, 2]),
+        ("hardest_negative_similarity", [0, 3, 1, 2]),
+    ],
+)
+def test_the_best_epoch_by_a_metric(metric, values, toy_shards, tmp_path, monkeypatch):
+    """The second one, which is not the last; epoch 0 has trained nothing."""
+    measured = iter(values)
+    monkeypatch.setattr(run, "validate", lambda *args, **options: validate(*args, **options) | {metric: next(measured)})
+    train(settings(toy_shards, training={"epochs": 3}, validate_first=True, best_metric=metric), tmp_path)
+    assert [row[metric] for row in results(tmp_path)] == values
+    assert torch.load(tmp_path / "best.pt", weights_only=True)["epoch"] == 2
+
+
+def test_a_learned_scale_is_trained_saved_and_resumed(toy_shards, tmp_path, monkeypatch):
+    """By the gradient of a loss that is given its scale, and without weight decay."""
+    optimizer = {"name": "SGD", "lr": 0.1, "weight_decay": 0.1}
+    loss = {"name": "unified", "scale": 20, "learn_scale": True}
+    config = parse_config(settings(toy_shards, loss=loss, training={"optimizer": optimizer}))
+    calls = []
+
+    def see(module, args, options):
+        if module.training:
+            calls.append({name: value.detach() for name, value in options.items()})
+
+    whole = Run(config, tmp_path / "whole")
+    whole.objective.loss.register_forward_pre_hook(see, with_kwargs=True)
+    whole.train()
+    log_scale, given_scale = torch.tensor(math.log(20), requires_grad=True), create_loss("unified")
+    for options in calls:
+        value = given_scale(**options, scale=log_scale.exp())
+        (gradient,) = torch.autograd.grad(value, log_scale)
+        log_scale.data -= 0.1 * gradient
+    assert len(calls) == 8
+    assert abs(log_scale.item() - math.log(20)) > 0.01
+    saved = torch.load(tmp_path / "whole" / LATEST, weights_only=True)["loss_funcs"]["metric_loss"]["log_scale"]
+    assert saved.item() == pytest.approx(log_scale.item(), abs=1e-5)
+    kill_at(6, monkeypatch, kill)
+    with pytest.raises(Killed):
+        Run(config, tmp_path / "resumed").train()
+    monkeypatch.undo()
+    Run(config, tmp_path / "resumed", resume=True).train()
+    torch.testing.assert_close(weights(tmp_path / "resumed"), weights(tmp_path / "whole"), rtol=0, atol=0)
+    assert results(tmp_path / "resumed") == results(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("chunk_size", "largest"), [(None, 2), (1, 1)])
+def test_steps_of_several_batches(chunk_size, largest, toy_shards, tmp_path):
+    """Four batches of two are a step of a batch of eight, and no more than one of them is encoded at a time."""
+    training = {"optimizer": {"name": "SGD", "lr": 0.1}}
+    train(settings(toy_shards, training=training, data={"batch_size": 8}), tmp_path / "whole")
+    data = {"batch_size": 2, "accumulation_steps": 4, "chunk_size": chunk_size}
+    accumulated = Run(parse_config(settings(toy_shards, training=training, data=data)), tmp_path / "accumulated")
+    sizes = set()
+
+    def see(tower, inputs):
+        if tower.training:
+            sizes.add(len(inputs[0]))
+
+    accumulated.objective.towers.image.register_forward_pre_hook(see)
+    accumulated.train()
+    assert sizes == {largest}
+    for row, whole in zip(results(tmp_path / "accumulated"), results(tmp_path / "whole"), strict=True):
+        assert row["train_loss"] == pytest.approx(whole["train_loss"], rel=1e-5)
+    # Float32 in four steps of gradients near 1.
+    torch.testing.assert_close(weights(tmp_path / "accumulated"), weights(tmp_path / "whole"), rtol=0, atol=1e-5)
+
+
+WARM_UP = {"name": "triplet_hn", "warmup_steps": 3}
+
+
+@pytest.mark.parametrize("loss", [{"name": "unified", "scale": 20}, WARM_UP], ids=["unified", "warm-up"])
+def test_means_of_an_epoch(loss, toy_shards, tmp_path):
+    """Of the loss and of its statistics, against those of each step."""
+    accelerator = make_accelerator(folder=tmp_path, report_to=["tensorboard"])
+    plain = settings(toy_shards, loss=loss | {"collect_stats": True}, log_every=1)
+    losses, similarities = [], []
+
+    def see(module, args, options, value):
+        if module.training:
+            losses.append(value.item())
+            similarities.append(functional.cosine_similarity(options["embeddings"], options["ref_emb"]).mean().item())
+
+    trained = Run(parse_config(plain), tmp_path, accelerator)
+    trained.objective.loss.register_forward_hook(see, with_kwargs=True)
+    trained.train()
+    assert len(losses) == 8, "two epochs of 16 images in batches of 4"
+    for row, steps in zip(results(tmp_path), (slice(0, 4), slice(4, 8)), strict=True):
+        assert row["train_loss"] == pytest.approx(fmean(losses[steps]))
+        assert row["mean_positive"] == pytest.approx(fmean(similarities[steps]), abs=1e-6)
+        assert row["scale_in_use"] == pytest.approx(loss.get("scale", 1))
+        assert row["known_positives_left_out"] >= 0
+        assert 0 < row["active_pairs"] <= 1
+        assert -1 < row["mean_negative"] < 1
+    events = EventAccumulator(str(tmp_path / "logs" / "vl_plugins")).Reload()
+    assert [event.value for event in events.Scalars("train/mean_positive")] == pytest.approx(similarities, abs=1e-6)
+
+
+def test_a_miner_leaves_no_statistics(toy_shards, tmp_path):
+    loss = {"name": "unified", "collect_stats": True}
+    train(settings(toy_shards, loss=loss, miner="MultiSimilarityMiner", training={"epochs": 1}), tmp_path)
+    (row,) = results(tmp_path)
+    assert row["train_loss"] > 0
+    assert "mean_positive" not in row
 
 
 def run_command(rank, *arguments, kill_step=None):

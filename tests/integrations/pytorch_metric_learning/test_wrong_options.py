@@ -25,6 +25,7 @@ WRONG = [
     ({"training": {"optimizer": "LBFGS"}}, "training.optimizer: LBFGS doesn't support per-parameter options"),
     ({"training": {"optimizer": "SparseAdam"}}, "training.optimizer: SparseAdam does not support dense gradients"),
     ({"training": {"optimizer": {"name": "Adam", "differentiable": True}}}, "training.optimizer: a leaf Variable"),
+    ({"training": {"optimizer": "Muon"}}, "training.optimizer: .*Muon"),  # takes matrices only, or is not there yet
     ({"stages": [{}, {"lr_scheduler": {"name": "StepLR", "step_size": "one"}}]}, "stages.1.lr_scheduler: unsupported"),
     ({"training": {"lr_scheduler": "StepLR"}}, "training.lr_scheduler: .*missing 1 required positional argument"),
     ({"training": {"lr_scheduler": "ReduceLROnPlateau"}}, "training.lr_scheduler: .*missing 1 required positional"),
@@ -42,6 +43,11 @@ WRONG = [
     ({"data": {"batch_size": 0}}, "data.batch_size must be an integer >= 1, got 0"),
     ({"data": {"batch_size": 1}}, "data.batch_size: a loss compares images, and there is only one; give at least 2"),
     ({"data": {"chunk_size": 0}}, "data.chunk_size must be an integer >= 1, got 0"),
+    ({"data": {"accumulation_steps": 0}}, "data.accumulation_steps must be an integer >= 1, got 0"),
+    ({"data": {"accumulation_steps": 5}}, "data: 16 images make no full batch of 20 .* at most 16"),
+    # Validation
+    ({"best_metric": "R@1"}, "best_metric: unknown metric 'R@1'.*known: .*, image_to_text_R@1, .*, rsum"),
+    ({"validate_first": True, "data": {"val": None}}, "validate_first: there is nothing to evaluate; give data.val"),
     # Loss, miner, reducer and distance
     ({"loss": {"name": "unified", "marginn": 1}}, "loss 'unified': unknown option 'marginn'"),
     ({"loss": {"name": "unified", "margin": -1}}, "loss: margin must be"),
@@ -130,6 +136,7 @@ DAMAGES = [
     (("history",), lambda value: [], "is damaged: its history is not one of epochs 1, 2"),
     (("history", 0, "epoch"), lambda value: 7, "is damaged: its history is not one of epochs 1, 2"),
     (("history", 0, "rsum"), lambda value: "x", "is damaged: its history is not one of epochs 1, 2"),
+    (("epoch",), lambda value: 2, "is damaged: its history is not one of epochs 1, 2"),
     (("config",), lambda value: 3, "is damaged"),
 ]
 
