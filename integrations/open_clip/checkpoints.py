@@ -39,7 +39,7 @@ FORMER_OPTIONS = {"slots": "learned", "update": "residual", "attention": "slots"
 def made_with(args: Namespace, loss: Any) -> dict[str, Any]:
     """Return what a checkpoint has to hold so that :func:`load_open_clip` can make its model."""
     options = {name: getattr(args, name) for name in MODEL_OPTIONS}
-    if loss is not None and "bias" in loss.of_model:
+    if loss is not None and "bias" in loss.model_numbers:
         options["init_logit_bias"] = LOGIT_BIAS
     if args.head == "set":
         options |= describe_similarity(loss.loss.distance, parameters=False)

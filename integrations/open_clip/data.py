@@ -44,7 +44,7 @@ READ_BY_HOST = {
     "val_data": "ranks pairs, where other captions of an image are wrong: --captions-per-image random ranks images",
 }
 # What our batches have after images and texts.
-KNOWN = ("labels", "ref_ids", "matching_ids")
+IDS = ("labels", "ref_ids", "matching_ids")
 
 __all__ = ["get_data", "read_splits"]
 
@@ -84,7 +84,7 @@ class TrainingData:
             self.steps.is_logged = is_logged(step, steps_per_epoch, self.args)
             if self.is_ours:
                 images, texts, *labels = batch
-                self.steps.batches.append(dict(zip(KNOWN, labels, strict=True)))
+                self.steps.batches.append(dict(zip(IDS, labels, strict=True)))
                 batch = batch_of(images, texts)
             elif self.pad_id is not None:
                 self.steps.batches.append({"ref_ids": token_ids(texts_of(batch), self.pad_id)})
@@ -119,33 +119,33 @@ def check_shards(option: str, pattern: str) -> None:
 def read_splits(args: Namespace) -> dict[str, Collection]:
     """Return the splits that our readers serve, ``"train_data"`` and ``"val_data"``, and check them.
 
-    With ``--captions-per-image`` ours read all data, but for a program to validate on (``pipe:``); without it open_clip
-    reads everything.
+    With ``--captions-per-image`` ours read all data, except validation data of a program (``pipe:``). Without it,
+    open_clip reads everything.
 
     Raises:
         UserError: data are missing or damaged, or a flag is given that the reader of the data does not have.
     """
     is_ours = args.captions_per_image is not None and args.dataset_type != "synthetic"
-    found: dict[str, Collection] = {}
+    splits: dict[str, Collection] = {}
     for split in ("train_data", "val_data"):
         path = getattr(args, split)
         if not path:
             continue
         with user_errors(f"{flag(split)} {path}"):
             if is_ours and not (split == "val_data" and path.startswith("pipe:")):
-                found[split] = _read_split(split, path, args)
+                splits[split] = _read_split(split, path, args)
             elif args.head == "set" and split == "val_data":
                 raise UserError("--head set: open_clip cannot validate sets: add --captions-per-image random")
             else:
                 _check_host_data(split, path, args)
-    if found.keys() == {"train_data", "val_data"}:
-        shared = set(found["train_data"].shards) & set(found["val_data"].shards)
+    if splits.keys() == {"train_data", "val_data"}:
+        shared = set(splits["train_data"].shards) & set(splits["val_data"].shards)
         if shared:
             raise UserError(
                 f"--train-data and --val-data share {min(shared)}: a model is not validated on its training"
             )
-    _check_flags(args, found)
-    return found
+    _check_flags(args, splits)
+    return splits
 
 
 def _read_split(split: str, path: str, args: Namespace) -> Collection:
@@ -271,10 +271,10 @@ def get_data(
         splits: of :func:`read_splits`.
         steps: of the training.
     """
-    theirs = copy(args)
+    host_args = copy(args)
     for split in splits:
-        setattr(theirs, split, None)
-    data = host_get_data(theirs, preprocess_fns, epoch=epoch, tokenizer=tokenizer, **options)
+        setattr(host_args, split, None)
+    data = host_get_data(host_args, preprocess_fns, epoch=epoch, tokenizer=tokenizer, **options)
     if "train_data" in splits:
         data["train"] = _training_data(args, splits["train_data"], preprocess_fns[0], tokenizer)
     if "train" in data and data["train"].dataloader.num_batches < args.accum_freq:

@@ -1,4 +1,10 @@
-"""A metric loss in the place of open_clip's ClipLoss."""
+"""A metric loss in the place of open_clip's ClipLoss.
+
+With ``--accum-freq N``, open_clip calls the loss L of the whole batch N times in a step. Pass n has the graph of the
+n-th part of the images and texts; all other features are constants. So the sum of the N gradients of a feature is
+correct, but that of a number s that is in every pass, such as the scale, would be N dL/ds. Scale, bias and parameters
+of the loss are therefore constants in all passes but the last.
+"""
 
 import contextlib
 import copy
@@ -13,17 +19,17 @@ from torch import Tensor, distributed, nn
 from vl_plugins.distributed import DistributedLoss, world_size
 from vl_plugins.errors import MALFORMED_CONTENT, UserError, user_errors
 from vl_plugins.integrations.components import create_loss_and_miner
-from vl_plugins.integrations.open_clip.steps import Steps, token_ids
+from vl_plugins.integrations.open_clip.steps import Steps
 from vl_plugins.losses.cross_modal import CrossModalLoss
 from vl_plugins.losses.statistics import collected_statistics, latest_statistics
 from vl_plugins.losses.warmup import Warmup
 from vl_plugins.numerics import eager
 from vl_plugins.registry import losses_with_scale
 
-__all__ = ["LEARNED", "RetrievalClipLoss", "TwoTowerLoss", "build_loss"]
+__all__ = ["LEARNED", "TwoTowerLoss", "build_loss", "compares_one_set", "create_parts"]
 
 LEARNED = "learned"  # of --loss-kwargs scale: the model's own
-OF_MODEL = ("scale", "bias")  # numbers of a loss that may be the model's logit scale and bias
+MODEL_NUMBERS = ("scale", "bias")  # numbers of a loss that may be the model's logit scale and bias
 MAX_SKIPPED = 10  # a training with a GradScaler ends after so many steps in a row without a finite loss
 
 
@@ -49,10 +55,7 @@ class TwoTowerLoss(nn.Module):
         name: the loss is logged as ``<name>_loss``.
         loss: called as ``loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)``.
         miner: called as ``miner(embeddings, labels, ref_emb, ref_labels)`` for each direction.
-        of_model: which of ``"scale"`` and ``"bias"`` are the model's logit scale and bias. With ``--accum-freq N``,
-            open_clip computes the loss of the whole batch N times, each time with the graph of one part of the images
-            and texts. Scale, bias and parameters of the loss are in every one of the N graphs, so their gradients would
-            be N times too large. They are constants in all passes but the last.
+        model_numbers: which of ``"scale"`` and ``"bias"`` are the model's logit scale and bias.
         one_set: compare images and texts as one set of embeddings, for losses without ``ref_emb``.
         steps: the step, by which ``warmup_steps`` count, and its labels; without them all images are different.
 
@@ -66,13 +69,13 @@ class TwoTowerLoss(nn.Module):
         name: str,
         loss: Any,
         miner: nn.Module | None = None,
-        of_model: Sequence[str] = (),
+        model_numbers: Sequence[str] = (),
         *,
         one_set: bool = False,
         steps: Steps | None = None,
     ):
         super().__init__()
-        self.name, self.of_model, self.has_scaler = name, tuple(of_model), False
+        self.name, self.model_numbers, self.has_scaler = name, tuple(model_numbers), False
         self.steps = Steps() if steps is None else steps
         self.loss: Any = loss
         self.compares_own_rows = miner is None and not one_set and getattr(loss, "compares_own_rows", False)
@@ -115,7 +118,7 @@ class TwoTowerLoss(nn.Module):
         is_logged = output_dict and is_last_pass and self.steps.is_logged
         numbers = {"scale": logit_scale, "bias": logit_bias}
         options: dict[str, Any] = {}
-        for name in self.of_model:
+        for name in self.model_numbers:
             number = numbers[name]
             options[name] = number if number is None or is_last_pass else number.detach()
         if hasattr(self.loss, "regularization"):
@@ -141,7 +144,7 @@ class TwoTowerLoss(nn.Module):
         for module in self.loss.modules():
             if isinstance(module, Warmup):
                 module.step = self.steps.number
-        for name, values in self.steps.labels.items():
+        for name, values in self.steps.ids.items():
             if name == "labels" or not self.one_set:  # which has no texts apart that ids could be of
                 options[name] = values.to(images.device)
         with collected_statistics(self.loss) if is_logged else contextlib.nullcontext():
@@ -178,85 +181,6 @@ def _means_over_processes(loss: Tensor, statistics: dict[str, Tensor]) -> tuple[
     return loss, dict(zip(statistics, means[1:], strict=True))
 
 
-class RetrievalClipLoss(TwoTowerLoss):
-    """A loss by its name in the place of open_clip's ``ClipLoss``, for a fork of open_clip or a loop of your own.
-
-    A fork of open_clip 3.x returns it from ``create_loss``; in 4.x, use ``CLIPTask(model, loss=...)``. It trains as
-    ``--loss`` of the launcher does, with these differences:
-
-    - The trainer does not say which texts are equal, unless it gives ``text``.
-    - Parameters of the loss, such as proxies, are not in the trainer's optimizer.
-    - A loss that is not finite is an error. With a GradScaler, which leaves out such steps, set ``loss.has_scaler =
-      True``.
-
-    Args:
-        name: of ``vl-plugins losses``, or a class of pytorch-metric-learning.
-        miner: of pytorch-metric-learning: a name, or a mapping of ``name`` and options.
-        rank, world_size: as ``ClipLoss`` has them; what counts is torch's process group.
-        local_loss, gather_with_grad, cache_labels: without effect, because gradients are always exact, and own rows
-            are compared where the loss allows it.
-        use_horovod: must be False.
-        accum_freq: how often the trainer calls the loss in a step, open_clip's ``--accum-freq``.
-        options: of the loss. Its scale and bias are the model's, unless ``scale`` and ``bias`` are given.
-
-    Raises:
-        UserError: an unknown name or option.
-        ValueError: an option out of its range, or ``use_horovod``.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        miner: str | Mapping[str, Any] | None = None,
-        local_loss: bool = False,
-        gather_with_grad: bool = False,
-        cache_labels: bool = False,
-        rank: int = 0,
-        world_size: int = 1,
-        use_horovod: bool = False,
-        accum_freq: int = 1,
-        **options: Any,
-    ):
-        if use_horovod:
-            raise ValueError("use_horovod must be False: losses of vl_plugins gather by torch.distributed")
-        loss, chosen_miner, of_model = _create(name, options, miner)
-        one_set = _compares_one_set(loss, chosen_miner, options, of_model)
-        steps = Steps(accum_freq)
-        super().__init__(name.rpartition(":")[2], loss, chosen_miner, of_model, one_set=one_set, steps=steps)
-        self.world_size = world_size
-        self.calls = 0
-        self.has_warned_of_text = False
-        if next(self.parameters(), None) is not None:
-            logging.warning(f"{name} has trained parameters, which open_clip's optimizer does not see: add them to it")
-
-    def forward(
-        self, *features: Any, text: Tensor | None = None, pad_id: int = 0, **named: Any
-    ) -> dict[str, Tensor] | Tensor:
-        """Return the loss, see :class:`TwoTowerLoss`.
-
-        Args:
-            features, named: ``image_features``, ``text_features``, ``logit_scale``, ``logit_bias=None``,
-                ``output_dict=False``, as ``ClipLoss`` takes them.
-            text: (k * B, L), the token rows. Texts with equal tokens are then no negatives of each other's images.
-            pad_id: the token that fills up texts.
-        """
-        if self.world_size > 1 and world_size() == 1:
-            raise ValueError(
-                f"world_size is {self.world_size}, but torch.distributed has no process group: call "
-                "torch.distributed.init_process_group() first"
-            )
-        self.steps.batches.clear()
-        if text is not None:
-            self.steps.batches.append({"ref_ids": token_ids(text.cpu(), pad_id)})
-        elif not self.has_warned_of_text:
-            self.has_warned_of_text = True
-            logging.info("The loss gets no text=, so equal captions of several images of a batch are negatives")
-        self.steps.number = self.calls // self.steps.batches_per_step
-        self.calls += 1
-        return super().forward(*features, **named)
-
-
 @contextlib.contextmanager
 def _as_constants(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Treat parameters as constants within the block."""
@@ -288,16 +212,16 @@ def build_loss(args: Namespace, steps: Steps | None = None) -> TwoTowerLoss:
     for kind in ("miner", "reducer", "distance"):
         if getattr(args, kind):
             components[kind] = {"name": getattr(args, kind), **getattr(args, f"{kind}_kwargs")}
-    loss, miner, of_model = _create(args.loss, args.loss_kwargs, sets=sets, **components)
+    loss, miner, model_numbers = create_parts(args.loss, args.loss_kwargs, sets=sets, **components)
     one_set = False
     if ":" not in args.loss:
         with user_errors(f"--loss {args.loss}: its first call", *MALFORMED_CONTENT):
-            one_set = _compares_one_set(loss, miner, args.loss_kwargs, of_model, sets)
+            one_set = compares_one_set(loss, miner, args.loss_kwargs, model_numbers, sets)
     name = args.loss.rpartition(":")[2]
-    return TwoTowerLoss(name, loss, miner, of_model, one_set=one_set, steps=steps)
+    return TwoTowerLoss(name, loss, miner, model_numbers, one_set=one_set, steps=steps)
 
 
-def _create(
+def create_parts(
     name: str, options: Mapping[str, Any], miner: Any = None, **components: Any
 ) -> tuple[nn.Module, nn.Module | None, list[str]]:
     """Return a loss, a miner or None, and which numbers of the loss are the model's.
@@ -306,25 +230,25 @@ def _create(
     """
     given_numbers = dict(options)
     is_learned = {}
-    for number in OF_MODEL:
+    for number in MODEL_NUMBERS:
         is_learned[number] = given_numbers.get(number) == LEARNED
         if is_learned[number] or given_numbers.get(number) is None:
             given_numbers.pop(number, None)
     loss, created_miner = create_loss_and_miner({"name": name, **given_numbers}, miner, **components)
     compared = getattr(loss, "base", loss)
-    of_model = []
-    for number in OF_MODEL:
+    model_numbers = []
+    for number in MODEL_NUMBERS:
         if is_learned[number] and not hasattr(compared, number):
             with_scale = f"; losses that have one: {', '.join(losses_with_scale())}" if number == "scale" else ""
             raise UserError(f"loss {name!r} has no {number}{with_scale}")
         is_open = number not in given_numbers and not options.get(f"learn_{number}")
         if is_learned[number] or (is_open and number in getattr(compared, "numbers", ())):
-            of_model.append(number)
-    return loss, created_miner, of_model
+            model_numbers.append(number)
+    return loss, created_miner, model_numbers
 
 
-def _compares_one_set(
-    loss: nn.Module, miner: Any, options: Mapping[str, Any], of_model: Sequence[str], sets: bool = False
+def compares_one_set(
+    loss: nn.Module, miner: Any, options: Mapping[str, Any], model_numbers: Sequence[str], sets: bool = False
 ) -> bool:
     """Return whether a loss takes no second set of embeddings, after a call with a few random ones.
 
@@ -338,7 +262,7 @@ def _compares_one_set(
     with torch.random.fork_rng(devices=[]):
         images, texts = torch.randn(2, *shape)
         call: dict[str, Any] = {"slots": images, "ref_slots": texts} if hasattr(loss, "regularization") else {}
-        for name in of_model:
+        for name in model_numbers:
             call[name] = torch.tensor(10.0)
         labels = torch.arange(len(images)) % options.get("num_classes", len(images))
         try:

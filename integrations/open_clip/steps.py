@@ -32,20 +32,20 @@ class Steps:
         self.is_logged = False
         self.batches: deque[dict[str, Tensor]] = deque(maxlen=batches_per_step)
         self.batches_per_step = batches_per_step
-        self._step_of_passes = -1
+        self._step_of_passes = -1  # none yet
         self._passes = 0
 
     @property
-    def labels(self) -> dict[str, Tensor]:
+    def ids(self) -> dict[str, Tensor]:
         """The ``labels`` (B,), ``ref_ids`` and ``matching_ids`` of the step's images, as far as they are known."""
-        known: dict[str, Tensor] = {}
+        ids_of_step: dict[str, Tensor] = {}
         for name in self.batches[0] if self.batches else ():
             of_batches = [batch[name] for batch in self.batches]
             if name == "matching_ids":
                 longest = max(ids.shape[1] for ids in of_batches)
                 of_batches = [pad(ids, (0, longest - ids.shape[1]), value=NO_ID) for ids in of_batches]
-            known[name] = torch.cat(of_batches)
-        return known
+            ids_of_step[name] = torch.cat(of_batches)
+        return ids_of_step
 
     def count_pass(self) -> bool:
         """Count a call of the loss; return whether it is the last one of the step.

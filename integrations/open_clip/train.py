@@ -98,7 +98,7 @@ def train(args: Namespace) -> int:
         if trainer.main([]):
             return 2
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch."):  # which at exit lists what it compiled, though that is nothing
+        if name.startswith("torch."):  # whose compiler logs a summary at exit, even an empty one
             logging.getLogger(name).setLevel(logging.WARNING)
     if args.train_data and getattr(args, "save_logs", False):
         run = shlex.quote(os.path.join(args.logs, args.name))
@@ -108,7 +108,7 @@ def train(args: Namespace) -> int:
 
 
 class _Launch:
-    """What stands in for functions of open_clip during one call of its ``main``.
+    """The replacements of open_clip's functions during one call of its ``main``.
 
     Args:
         args: the launcher's options.
@@ -123,10 +123,10 @@ class _Launch:
         self.model: Any = None
         if args.loss is not None:
             with user_errors(f"--loss {args.loss}"), torch.random.fork_rng(devices=[]):
-                torch.manual_seed(args.seed)  # of its parameters
+                torch.manual_seed(args.seed)  # so that its parameters begin as --seed says, in every process
                 self.loss = build_loss(args, self.steps)
             self.loss.has_scaler = host.has_scaler(args)
-            for number in self.loss.of_model:  # for the log and the checkpoint, also where it is the default
+            for number in self.loss.model_numbers:  # for the log and the checkpoint, also where it is the default
                 args.loss_kwargs = {**args.loss_kwargs, number: LEARNED}
         self.splits = data.read_splits(args)
         self.check_classes()
@@ -212,7 +212,7 @@ class _Launch:
         is_teacher = self.model is not None  # of a distillation
         if not is_teacher:
             self.log_settings()
-        has_bias = loss is not None and "bias" in loss.of_model
+        has_bias = loss is not None and "bias" in loss.model_numbers
         if has_bias:
             options |= {"init_logit_scale": math.log(SIGLIP_SCALE), "init_logit_bias": SIGLIP_BIAS}
         subject = f"--pretrained {pretrained}" if pretrained else f"--model {name}"
@@ -240,7 +240,8 @@ class _Launch:
             )
         if not is_teacher:
             self.model = model
-            self.attach_loss()
+            self.check_embedding_size()
+            self.add_loss_to_model()
         return model, *transforms
 
     def log_settings(self) -> None:
@@ -256,21 +257,26 @@ class _Launch:
             for note in self.notes:
                 logging.warning(note)
 
-    def attach_loss(self) -> None:
+    def check_embedding_size(self) -> None:
+        """Raise ``UserError`` if weights of classes, such as proxies, do not have the width of the embeddings."""
+        args = self.args
+        embedding_size = args.loss_kwargs.get("embedding_size")
+        if embedding_size is None or args.head:
+            return
+        width = open_clip.get_model_config(args.model)["embed_dim"]
+        if embedding_size != width:
+            raise UserError(
+                f"--loss-kwargs embedding_size={embedding_size}: embeddings of {args.model} have {width} numbers: "
+                f"embedding_size={width}"
+            )
+
+    def add_loss_to_model(self) -> None:
         """Make the loss a part of the model, if it has parameters of its own."""
         args = self.args
         has_parameters = self.loss is not None and next(self.loss.parameters(), None) is not None
         for name in ("torchscript", "trace"):
             if has_parameters and getattr(args, name, False):
                 raise UserError(f"--loss {args.loss} has trained parameters, which {flag(name)} does not support")
-        embedding_size = args.loss_kwargs.get("embedding_size")
-        if embedding_size is not None and not args.head:
-            width = open_clip.get_model_config(args.model)["embed_dim"]
-            if embedding_size != width:
-                raise UserError(
-                    f"--loss-kwargs embedding_size={embedding_size}: embeddings of {args.model} have {width} numbers: "
-                    f"embedding_size={width}"
-                )
         if self.loss is not None:  # its buffers, too
             self.loss.to(next(self.model.parameters()).device)
         count = attach_loss(self.model, self.loss.loss) if has_parameters else 0
@@ -302,12 +308,12 @@ class _Launch:
             if self.args.loss or self.args.head:
                 obj["args"] = made_with(self.args, self.loss) | settings_of(self.args)
         file = Path(os.path.realpath(f))  # a link stays, and the file that it names is replaced
-        partial_file = file.parent / ".partial" / Path(f).name  # torch writes the name into the file
+        partial_file = file.parent / ".partial" / Path(f).name  # the same name, which torch writes into the file
         with user_errors(f"cannot write {f}", RuntimeError):  # torch raises one if the disk is full
             partial_file.parent.mkdir(exist_ok=True)
             torch.save(obj, partial_file, *given, **options)
             os.replace(partial_file, file)
-            with suppress(OSError):  # a killed process left another file
+            with suppress(OSError):  # it is not empty if a killed process left a file
                 partial_file.parent.rmdir()
 
 

@@ -89,7 +89,7 @@ def test_rows_of_a_table_with_one_path_are_one_image(args, tmp_path):
     steps, arguments = Steps(), args(*flags, "--csv-img-key", "path", "--csv-caption-key", "text", *LOSS)
     ((images, texts),) = read(arguments, steps)["train"].dataloader
     numbers = [int(image[0, 0, 0]) - 1 for image in images]
-    assert sorted(numbers) == steps.labels["labels"].sort().values.tolist() == [*range(8)]
+    assert sorted(numbers) == steps.ids["labels"].sort().values.tolist() == [*range(8)]
     assert texts[:, 1].tolist() == [hash(f"{word} {number}") for number in numbers for word in ("dog", "cat")]
 
 
@@ -123,7 +123,7 @@ def test_equal_captions_of_a_table_have_one_id(args, tmp_path):
     (tmp_path / "table.tsv").write_text("\n".join(["filepath\ttitle", *rows]))
     steps = Steps()
     for _ in read(args(*OURS, "--train-data", f"{tmp_path}/table.tsv"), steps)["train"].dataloader:
-        noted = steps.labels
+        noted = steps.ids
         expected = content_ids([f"dog {label // 2}" for label in noted["labels"].tolist()])
         assert noted["ref_ids"].tolist() == expected
         assert noted["matching_ids"].shape == (8, 0)
@@ -148,7 +148,7 @@ def test_samples_of_an_epoch_as_open_clip_counts_them(args):
     for epoch in range(3):
         train.set_epoch(epoch)
         for _ in train.dataloader:
-            numbers += steps.labels["labels"].tolist()
+            numbers += steps.ids["labels"].tolist()
     assert sorted(numbers[:64]) == [*range(64)]
 
 
@@ -157,7 +157,7 @@ def test_batches_as_the_trainer_needs_them(args):
     steps, shared = Steps(batches_per_step=3), []
     train = read(args(*OURS, "--captions-per-image", "3", "--accum-freq", "3"), steps)["train"]
     assert (train.dataloader.num_batches, train.dataloader.num_samples) == (8, 64)
-    assert steps.labels == {}
+    assert steps.ids == {}
     epochs = []
     for epoch in range(2):
         train.set_epoch(epoch)
@@ -165,7 +165,7 @@ def test_batches_as_the_trainer_needs_them(args):
         for number, (images, texts) in enumerate(train.dataloader):
             assert (images.shape, texts.shape) == ((8, 3, 4, 4), (24, 2))
             assert steps.number == 2 * epoch + number // 3, "8 batches are 2 steps and a rest"
-            noted = steps.labels
+            noted = steps.ids
             assert [len(values) for values in noted.values()] == [size * min(number + 1, 3) for size in (8, 24, 8)]
             ids += noted["labels"][-8:].tolist()
             seen.append(texts)
@@ -177,7 +177,7 @@ def test_batches_as_the_trainer_needs_them(args):
         arguments.rank, arguments.world_size = rank, 2
         train = read(arguments, steps)["train"].dataloader
         assert (train.num_batches, train.num_samples) == (4, 64)
-        shared += [number for _ in train for number in steps.labels["labels"].tolist()]
+        shared += [number for _ in train for number in steps.ids["labels"].tolist()]
     assert sorted(shared) == [*range(64)]
 
 
@@ -367,7 +367,7 @@ def test_equal_texts_of_open_clips_reader_have_one_id(args, tmp_path, accum_freq
         texts.append(batch[1] if isinstance(batch, tuple | list) else batch["text"])
         of_step = torch.cat(texts[-accum_freq:]).flatten(1)
         equal = (of_step[:, None] == of_step[None]).all(dim=2)
-        known = steps.labels
+        known = steps.ids
         assert list(known) == ["ref_ids"]
         assert torch.equal(known["ref_ids"][:, None] == known["ref_ids"][None], equal)
 

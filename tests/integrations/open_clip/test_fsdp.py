@@ -39,7 +39,7 @@ def make_model():
 def train(model, part, gather=lambda tensor: tensor):
     """Return value and gradients of each step; the second finds parameters that the first has updated."""
     metric_loss = create_loss("unified", distance=model.similarity)
-    loss = TwoTowerLoss("unified", metric_loss, of_model=["scale"])
+    loss = TwoTowerLoss("unified", metric_loss, model_numbers=["scale"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     results = []
     for step in range(STEPS):

@@ -72,7 +72,7 @@ def test_siglip_is_open_clips_loss():
     gradients = torch.autograd.grad(expected, leaves.values(), retain_graph=True)
     torch.testing.assert_close(torch.autograd.grad(actual, leaves.values()), gradients)
     fixed = build_loss(loss_options("siglip", {"scale": 10, "bias": -10}))
-    assert not fixed.of_model
+    assert not fixed.model_numbers
     assert not torch.autograd.grad(fixed(**outputs(bias=-3.0) | leaves), leaves["logit_bias"])[0].any()
 
 
@@ -225,7 +225,7 @@ def test_accumulation_gives_the_gradients_of_the_whole_batch(options):
         for leaf, expected in (*zip(leaves.values(), whole.values(), strict=True), *compared):
             torch.testing.assert_close(leaf.grad, expected.grad)
         trained = [*expected_loss.parameters()] or [whole["logit_scale"]]
-        if "bias" in expected_loss.of_model:
+        if "bias" in expected_loss.model_numbers:
             trained.append(whole["logit_bias"])
         assert all(parameter.grad.any() for parameter in trained)
 

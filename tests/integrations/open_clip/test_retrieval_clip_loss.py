@@ -18,12 +18,12 @@ from tests.helpers.processes import in_processes
 from vl_plugins import create_loss
 from vl_plugins.data.sources import read_karpathy
 from vl_plugins.errors import UserError
-from vl_plugins.integrations.open_clip.loss import RetrievalClipLoss
+from vl_plugins.integrations.open_clip.clip_loss import RetrievalClipLoss
 
 ROOT = Path(__file__).parents[3]
 # What the guide says to change in a fork of open_clip 3.x.
 CHANGE = """
-from vl_plugins.integrations.open_clip.loss import RetrievalClipLoss
+from vl_plugins.integrations.open_clip.clip_loss import RetrievalClipLoss
 def create_loss(args):
     return RetrievalClipLoss("unified", rank=args.rank, world_size=args.world_size)
 """
