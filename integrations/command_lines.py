@@ -2,6 +2,8 @@
 
 import argparse
 import ast
+import difflib
+import re
 import textwrap
 from collections.abc import Sequence
 from importlib import resources
@@ -42,6 +44,11 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def error(self, message: str):
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        if unknown:
+            similar = difflib.get_close_matches(unknown[1], self._option_string_actions, n=1)
+            if similar:
+                message += f" (did you mean {similar[0]}?)"
         raise UserError(message)
 
 

@@ -40,7 +40,9 @@ from vl_plugins.integrations.open_clip.steps import Steps, pad_id_of, token_ids
 ROWS_COUNTED = 100_000  # of a table, to find out whether images have several captions
 # What open_clip does with several captions of an image.
 READ_BY_HOST = {
-    "train_data": "reads one at a time: --captions-per-image random, or all, reads them as captions of one image",
+    "shards": "reads the first one only: --captions-per-image random, or all, reads them all",
+    "table": "reads each as another image, so that they are negatives of each other: --captions-per-image random, or "
+    "all, reads them as captions of one image",
     "val_data": "ranks pairs, where other captions of an image are wrong: --captions-per-image random ranks images",
 }
 # What our batches have after images and texts.
@@ -186,6 +188,8 @@ def _check_host_data(split: str, path: str, args: Namespace) -> None:
     """Raise ``UserError`` if data for open_clip's own readers do not exist, or lack a column."""
     reader = host_data.get_dataset_fn(path, args.dataset_type)
     if reader is host_data.get_csv_dataset:
+        if not os.path.exists(path):
+            raise UserError(f"{flag(split)} {path}: there is no such file")
         check_columns(flag(split), path, pandas.read_csv(path, sep=args.csv_separator, nrows=0).columns, args)
     elif reader is host_data.get_wds_dataset:
         check_shards(flag(split), path)
@@ -237,10 +241,14 @@ def _check_flags(args: Namespace, splits: Mapping[str, Collection]) -> None:
             )
 
 
+def _is_table(path: str, args: Namespace) -> bool:
+    return path.endswith((".csv", ".tsv")) or args.dataset_type == "csv"
+
+
 def most_captions(path: str, args: Namespace) -> int:
     """Return the number of captions of the image with the most, as far as a table or a written index shows it."""
     with contextlib.suppress(UserError, OSError):  # which are for open_clip to find
-        if path.endswith((".csv", ".tsv")) or args.dataset_type == "csv":
+        if _is_table(path, args):
             _, rows = read_rows(path, args.csv_separator)
             first_rows = itertools.islice(rows, ROWS_COUNTED)
             counts = Counter(row.values.get(args.csv_img_key) for row in first_rows)
@@ -261,6 +269,7 @@ def get_data(
     host_get_data: Callable,
     splits: dict[str, Collection],
     steps: Steps,
+    leaves_out_equal_captions: bool | None = None,
     **options: Any,
 ) -> dict[str, DataInfo]:
     """Return the data of the trainer, in place of ``open_clip_train.data.get_data``.
@@ -270,23 +279,33 @@ def get_data(
         host_get_data: open_clip's function.
         splits: of :func:`read_splits`.
         steps: of the training.
+        leaves_out_equal_captions: whether the loss takes equal captions of several images for no negatives; by default,
+            if it is one of ``--loss``.
     """
+    if leaves_out_equal_captions is None:
+        leaves_out_equal_captions = args.loss is not None
     host_args = copy(args)
     for split in splits:
         setattr(host_args, split, None)
     data = host_get_data(host_args, preprocess_fns, epoch=epoch, tokenizer=tokenizer, **options)
     if "train_data" in splits:
-        data["train"] = _training_data(args, splits["train_data"], preprocess_fns[0], tokenizer)
+        data["train"] = _training_data(
+            args, splits["train_data"], preprocess_fns[0], tokenizer, leaves_out_equal_captions
+        )
     if "train" in data and data["train"].dataloader.num_batches < args.accum_freq:
         batches = data["train"].dataloader.num_batches
         raise UserError(
             f"--accum-freq {args.accum_freq}: an epoch has {batches} batches in each process, so no step would be taken"
         )
     if args.loss and is_master(args):
-        for split, consequence in READ_BY_HOST.items():
+        for split in ("train_data", "val_data"):
             path = getattr(args, split)
-            most = most_captions(path, args) if path and split not in splits else 1
+            if not path or split in splits:
+                continue
+            most = most_captions(path, args)
             if most > 1:
+                kind = "table" if _is_table(path, args) else "shards"
+                consequence = READ_BY_HOST.get(split, READ_BY_HOST[kind])
                 logging.info(f"{path}: images have up to {most} captions, and open_clip {consequence}")
     if "train" in data and ("train_data" in splits or args.loss):
         has_texts = args.loss and args.dataset_type != "synthetic"  # whose texts are all equal
@@ -302,7 +321,9 @@ def get_data(
     return data
 
 
-def _training_data(args: Namespace, collection: Collection, transform: Callable, tokenizer: Any) -> DataInfo:
+def _training_data(
+    args: Namespace, collection: Collection, transform: Callable, tokenizer: Any, leaves_out_equal_captions: bool
+) -> DataInfo:
     if is_master(args) and collection.only_txt:
         logging.warning(
             f"{collection.only_txt} of {len(collection)} images in {args.train_data} have no list of captions: "
@@ -323,7 +344,7 @@ def _training_data(args: Namespace, collection: Collection, transform: Callable,
         rows = getattr(collection, "rows", None)
         if rows is not None and rows // sampler.global_batch != sampler.steps:
             line += f", where open_clip's own reader takes {rows // sampler.global_batch:,}"
-        line += collection.describe_equal_captions(are_negatives=not args.loss)
+        line += collection.describe_equal_captions(are_negatives=not leaves_out_equal_captions)
         logging.info(line)
     dataset = ShardDataset(
         collection,

@@ -26,6 +26,9 @@ __all__ = ["ResumedRun", "check_fits", "describe_settings", "load_optimizer", "r
 COMPONENTS = ("loss", "miner", "reducer", "distance", "head")
 READER = ("captions_per_image", "shuffle_window", "caption_lines", "caption_fields", *SAMPLE_KEYS)
 
+# Options of all losses, which the log has only if they are set.
+SHARED_BY_ALL = ("products", "global_labels", "embedding_reg_weight", "collect_stats")
+
 load_state_dict = Optimizer.load_state_dict
 
 
@@ -136,9 +139,15 @@ def settings_of(args: Namespace) -> dict[str, Any]:
 
 def describe_settings(args: Namespace) -> str:
     """Return the options of the loss and the reader that are in force, for the log."""
-    settings = settings_of(args)
-    options = " ".join(f"{name}={value}" for name, value in settings["loss_kwargs"].items())
-    return f"{options}; captions per image: {args.captions_per_image}"
+    defaults = _plain_defaults(args.loss)
+    words = []
+    for name, value in settings_of(args)["loss_kwargs"].items():
+        if name not in SHARED_BY_ALL or value != defaults[name]:
+            words.append(f"{name}={value}")
+    reader = "read by open_clip"
+    if args.captions_per_image is not None:
+        reader = f"captions per image: {args.captions_per_image}"
+    return f"{' '.join(words)}; {reader}"
 
 
 def _defaults_until_0_3(loss: str | None, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -128,6 +128,7 @@ class _Launch:
             self.loss.has_scaler = host.has_scaler(args)
             for number in self.loss.model_numbers:  # for the log and the checkpoint, also where it is the default
                 args.loss_kwargs = {**args.loss_kwargs, number: LEARNED}
+        self.check_parameters()
         self.splits = data.read_splits(args)
         self.check_classes()
         self.host_get_data = trainer.get_data
@@ -140,6 +141,25 @@ class _Launch:
         if self.resumed is None:
             return "://" in (self.args.resume or "")
         return "epoch" in self.resumed.content
+
+    def check_parameters(self) -> None:
+        """Raise ``UserError`` for flags that do not go with the parameters of the loss."""
+        args = self.args
+        has_parameters = self.loss is not None and next(self.loss.parameters(), None) is not None
+        for name in ("torchscript", "trace"):
+            if has_parameters and getattr(args, name, False):
+                raise UserError(f"--loss {args.loss} has trained parameters, which {flag(name)} does not support")
+        if args.head_lr is not None and not (has_parameters or args.head):
+            raise UserError("--head-lr is the rate of heads and of a loss's parameters: add --head, or remove it")
+        embedding_size = args.loss_kwargs.get("embedding_size")
+        if embedding_size is None or args.head:
+            return
+        width = open_clip.get_model_config(args.model)["embed_dim"]
+        if embedding_size != width:  # of weights of classes, such as proxies
+            raise UserError(
+                f"--loss-kwargs embedding_size={embedding_size}: embeddings of {args.model} have {width} numbers: "
+                f"embedding_size={width}"
+            )
 
     def check_classes(self) -> None:
         """Raise ``UserError`` if a loss with weights of classes, such as proxies, has none for some images."""
@@ -163,7 +183,9 @@ class _Launch:
         """Return the data of both readers."""
         self.tokenizer = tokenizer
         options |= {"tokenizer": tokenizer, "host_get_data": self.host_get_data}
-        return data.get_data(*given, **options, splits=self.splits, steps=self.steps)
+        leaves_out = self.loss is not None and not self.loss.one_set
+        options |= {"splits": self.splits, "steps": self.steps, "leaves_out_equal_captions": leaves_out}
+        return data.get_data(*given, **options)
 
     def validate_and_train(self, train_one_epoch: Callable, model: Any, data: Any, *given: Any, **options: Any) -> None:
         """Train an epoch, and before the first one validate, as epoch 0."""
@@ -232,58 +254,37 @@ class _Launch:
                 model = add_heads(model, args.head, args.head_kwargs, similarity)
             if has_heads:
                 load_weights(model, file, content)
-        if has_bias and model.logit_bias.item() == 0:  # which open_clip fills in where the weights have none
+        if has_bias and (not pretrained or model.logit_bias.item() == 0):  # open_clip fills in 0 for a missing bias
             torch.nn.init.constant_(model.logit_bias, SIGLIP_BIAS)
             torch.nn.init.constant_(model.logit_scale, math.log(SIGLIP_SCALE))
-            logging.info(
-                f"The weights have no logit bias: it starts at {SIGLIP_BIAS:g}, and the scale at {SIGLIP_SCALE:g}"
-            )
+            logging.info(f"The logit bias of the model starts at {SIGLIP_BIAS:g}, and its scale at {SIGLIP_SCALE:g}")
         if not is_teacher:
             self.model = model
-            self.check_embedding_size()
-            self.add_loss_to_model()
+            if loss is not None:
+                self.add_loss_to_model()
         return model, *transforms
 
     def log_settings(self) -> None:
         """Log what is trained by which settings, and the notes."""
         loss = self.loss
         if loss is not None:
-            compared = "its own images and texts with those" if loss.compares_own_rows else "the images and texts"
             logging.info(f"Training with the loss of vl_plugins: {self.args.loss}; {describe_settings(self.args)}")
-            logging.info(f"Each process compares {compared} of all processes")
+            if self.args.distributed and loss.compares_own_rows:
+                logging.info("Each process compares its own images and texts with those of all processes")
+            elif self.args.distributed:
+                logging.info("Each process compares the images and texts of all processes")
             if loss.one_set:
                 logging.info("Images and texts are compared as one set, where equal captions of images are negatives")
         if is_master(self.args):
             for note in self.notes:
                 logging.warning(note)
 
-    def check_embedding_size(self) -> None:
-        """Raise ``UserError`` if weights of classes, such as proxies, do not have the width of the embeddings."""
-        args = self.args
-        embedding_size = args.loss_kwargs.get("embedding_size")
-        if embedding_size is None or args.head:
-            return
-        width = open_clip.get_model_config(args.model)["embed_dim"]
-        if embedding_size != width:
-            raise UserError(
-                f"--loss-kwargs embedding_size={embedding_size}: embeddings of {args.model} have {width} numbers: "
-                f"embedding_size={width}"
-            )
-
     def add_loss_to_model(self) -> None:
         """Make the loss a part of the model, if it has parameters of its own."""
-        args = self.args
-        has_parameters = self.loss is not None and next(self.loss.parameters(), None) is not None
-        for name in ("torchscript", "trace"):
-            if has_parameters and getattr(args, name, False):
-                raise UserError(f"--loss {args.loss} has trained parameters, which {flag(name)} does not support")
-        if self.loss is not None:  # its buffers, too
-            self.loss.to(next(self.model.parameters()).device)
-        count = attach_loss(self.model, self.loss.loss) if has_parameters else 0
+        self.loss.to(next(self.model.parameters()).device)
+        count = attach_loss(self.model, self.loss.loss)
         if count:
             logging.info(f"Training {count:,} parameters of the loss, at the rate of --head-lr if it is given")
-        elif args.head_lr is not None and not args.head:
-            raise UserError("--head-lr is the rate of heads and of a loss's parameters: add --head, or remove it")
 
     def load(self, file: str, map_location: Any = "cpu") -> Any:
         """Read the checkpoint of ``--resume``, in place of open_clip's ``pt_load``."""

@@ -104,7 +104,12 @@ class Objective(nn.Module):
         if not type(self.loss).__module__.startswith(("vl_plugins.", "pytorch_metric_learning.")):
             expected = ()  # errors of a loss of the user's own are bugs, which keep their traceback
         with config_errors(key, expected):
-            loss = compare(images, labels, None, texts, labels.clone(), **options)
+            try:
+                loss = compare(images, labels, None, texts, labels.clone(), **options)
+            except ValueError as error:
+                if "ref_emb is not supported" in str(error):
+                    raise UserError("it compares one set of embeddings: add one_set: true") from error
+                raise
             if not isinstance(loss, Tensor) or loss.ndim > 0:
                 raise UserError("loss: its reducer returns no single number")
 

@@ -104,7 +104,8 @@ def plot_training_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], out: s
             if value == "positive_similarity":
                 hardest = [row["hardest_negative_similarity"] for row in having]
                 axes.plot(epochs, hardest, "--", markerfacecolor="white", **style)
-    axes_of["rsum"].set(title="Retrieval quality", ylabel="RSUM (percent, at most 600)")
+    of_pairs = "" if "positive_similarity" in axes_of else " of pairs"  # which open_clip ranks
+    axes_of["rsum"].set(title="Retrieval quality", ylabel=f"RSUM{of_pairs} (percent, at most 600)")
     axes_of["rsum"].legend()
     if "train_loss" in axes_of:
         axes_of["train_loss"].set(title="Training", ylabel="mean loss")

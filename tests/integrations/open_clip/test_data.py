@@ -403,6 +403,9 @@ def test_the_log_says_that_captions_are_not_read(args, tmp_path, caplog, toy_sha
     rows = [f"{tmp_path}/{number % 8}.png\tdog {number}" for number in range(16)]
     (tmp_path / "table.tsv").write_text("\n".join(["filepath\ttitle", *rows]))
     read(args(*flags, "--train-data", f"{tmp_path}/table.tsv", "--train-num-samples", "8"))
-    train = "table.tsv: images have up to 2 captions, and open_clip reads one at a time: --captions-per-image random"
+    train = "table.tsv: images have up to 2 captions, and open_clip reads each as another image"
     val = "images have up to 5 captions, and open_clip ranks pairs, where other captions of an image are wrong"
     assert [text in caplog.text for text in (train, val)] == [flags == LOSS] * 2
+    read(args(*flags, "--train-data", str(toy_shards / "toy-train-000000.tar"), "--train-num-samples", "8"))
+    shards = "toy-train-000000.tar: images have up to 5 captions, and open_clip reads the first one only"
+    assert (shards in caplog.text) is (flags == LOSS)

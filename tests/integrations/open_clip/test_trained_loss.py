@@ -134,7 +134,7 @@ def test_siglip_from_other_weights(tmp_path, data, monkeypatch, bias):
         found = weights["logit_bias"].item(), weights["logit_scale"].item()
         assert found == pytest.approx(expected)
         torch.testing.assert_close(weights["text_projection"], pretrained.state_dict()["text_projection"])
-    line = "The weights have no logit bias: it starts at -10, and the scale at 10"
+    line = "The logit bias of the model starts at -10, and its scale at 10"
     assert (line in log_of(tmp_path)) is (bias is None)
     model, *_ = load_model(tmp_path / "logs/run/checkpoints/epoch_2.pt")
     assert model.logit_bias.item() == expected[0]

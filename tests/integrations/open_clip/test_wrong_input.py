@@ -99,7 +99,7 @@ def folder(toy_shards, tmp_path_factory):
 
 
 LOSS, SETS = "--loss unified", "--loss smooth_chamfer --head set"
-PROXIES = "--loss ProxyAnchorLoss --loss-kwargs embedding_size=8"
+PROXIES = "--loss ProxyAnchorLoss --loss-kwargs embedding_size=128"
 TRAIN = "--train-data toy-train-{000000..000001}.tar"
 RUN = f"{TRAIN} {LOSS}"
 FLAGS = {
@@ -107,7 +107,7 @@ FLAGS = {
     "--loss no_such_module:Loss": "loss 'no_such_module:Loss': No module named 'no_such_module'",
     f"{PROXIES} num_classes=16": "images for classes, which our reader numbers: add --captions-per-image random",
     f"{PROXIES} num_classes=4 --captions-per-image all": "each of the 16 images of --train-data is a class",
-    f"{PROXIES} num_classes=16 --captions-per-image 1": "=8: embeddings of vl-tiny have 128 numbers: embeddi",
+    f"{PROXIES} num_classes=16 embedding_size=8 --captions-per-image 1": "embeddings of vl-tiny have 128 numbers",
     f"{LOSS} --loss-kwargs learn_scale=True --torchscript": "has trained parameters, which --torchscript does not",
     f"{LOSS} --head-lr 1e-2": "--head-lr is the rate of heads and of a loss's parameters: add --head, or remove it",
     f"{LOSS} --loss-kwargs margin": "argument --loss-kwargs: expected key=value, got 'margin'",

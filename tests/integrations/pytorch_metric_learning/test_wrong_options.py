@@ -52,7 +52,7 @@ WRONG = [
     ({"loss": {"name": "unified", "marginn": 1}}, "loss 'unified': unknown option 'marginn'"),
     ({"loss": {"name": "unified", "margin": -1}}, "loss: margin must be"),
     ({"loss": PROXIES, "one_set": True}, "loss: num_classes must be at least 16"),
-    ({"loss": PROXIES | {"num_classes": 16}}, "loss: ref_emb is not supported for this loss function"),
+    ({"loss": PROXIES | {"num_classes": 16}}, "loss: it compares one set of embeddings: add one_set: true"),
     ({"loss": QUEUE, "one_set": True}, r"loss: embeddings must be \(B, 17\), got \(8, 16\)"),
     ({"loss": {"name": "ContrastiveLoss", "pos_margin": "x"}}, "loss: "),
     ({"miner": "MultiSimilarityMinr"}, "miner: unknown miner 'MultiSimilarityMinr' .did you mean"),
