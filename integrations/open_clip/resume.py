@@ -26,8 +26,9 @@ __all__ = ["ResumedRun", "check_fits", "describe_settings", "load_optimizer", "r
 COMPONENTS = ("loss", "miner", "reducer", "distance", "head")
 READER = ("captions_per_image", "shuffle_window", "caption_lines", "caption_fields", *SAMPLE_KEYS)
 
-# Options of all losses, which the log has only if they are set.
-SHARED_BY_ALL = ("products", "global_labels", "embedding_reg_weight", "collect_stats")
+# Options of which the log tells only values that are not the default.
+SELDOM_SET = ("products", "global_labels", "embedding_reg_weight", "collect_stats", "gather_across_devices")
+SELDOM_SET += ("learn_scale", "max_scale")
 
 load_state_dict = Optimizer.load_state_dict
 
@@ -142,7 +143,7 @@ def describe_settings(args: Namespace) -> str:
     defaults = _plain_defaults(args.loss)
     words = []
     for name, value in settings_of(args)["loss_kwargs"].items():
-        if name not in SHARED_BY_ALL or value != defaults[name]:
+        if name not in SELDOM_SET or value != defaults[name]:
             words.append(f"{name}={value}")
     reader = "read by open_clip"
     if args.captions_per_image is not None:

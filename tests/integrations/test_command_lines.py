@@ -31,3 +31,17 @@ def test_objects_in_yaml(tmp_path):
     with pytest.raises(UserError, match=f"^{path}: not valid YAML"):
         read_yaml(path)
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--losss", r"unrecognized arguments: --losss x \(did you mean --loss\?\)"),
+        ("--qqq", "unrecognized arguments: --qqq x"),
+    ],
+)
+def test_misspelled_flags(flag, message):
+    parser = CommandParser()
+    parser.add_argument("--loss")
+    with pytest.raises(UserError, match=f"^{message}$"):
+        parser.parse_args([flag, "x"])

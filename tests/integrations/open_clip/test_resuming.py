@@ -25,7 +25,7 @@ from tests.helpers.processes import in_processes
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.flags import parse_args
 from vl_plugins.integrations.open_clip.launcher import main
-from vl_plugins.integrations.open_clip.resume import ResumedRun, check_fits, load_optimizer
+from vl_plugins.integrations.open_clip.resume import ResumedRun, check_fits, describe_settings, load_optimizer
 
 
 @pytest.fixture
@@ -215,6 +215,15 @@ def test_a_run_of_0_3_keeps_the_scale_that_was_its_default(loss, kwargs, expecte
     options = parse_args(["--resume", "epoch_1.pt"])
     ResumedRun("epoch_1.pt", {"epoch": 1}, {"loss": loss, "loss_kwargs": kwargs}).settle(options)
     assert options.loss_kwargs == expected
+
+
+def test_the_log_has_the_settings_that_say_something():
+    options = parse_args("--loss unified --loss-kwargs margin=0.1 products=float32".split())
+    assert describe_settings(options) == (
+        "margin=0.1 scale=50.0 symmetric=True products=float32 known_positives=True; read by open_clip"
+    )
+    options = parse_args("--loss vlc --captions-per-image 5".split())
+    assert describe_settings(options) == ("scale=50.0 symmetric=True known_positives=True; captions per image: 5")
 
 
 def test_nothing_is_noted_of_a_run_of_open_clip_alone():
