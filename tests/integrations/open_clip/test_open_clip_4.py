@@ -7,12 +7,15 @@ as of commit 89fb801f1e6087880e951fc8354b8a2077b79c6d, version 4.2.0.dev0. Witho
 import logging
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from unittest import mock
 
 import open_clip
 import pytest
+import torch
+from PIL import Image
 
 from tests.helpers.open_clip_training import LAUNCH, TINY, read_checkpoint, read_results, run, small_shard_flags
 from vl_plugins.integrations.open_clip.launcher import main
@@ -116,6 +119,37 @@ def test_batches_of_texts_of_one_length(tmp_path, sources, toy_shards):
     shares = [float(share) for share in re.findall(r"Train Epoch.*Known_positives_left_out: (\S+)", log)]
     assert len(shares) == 2
     assert all(0 <= share < 0.5 for share in shares)
+
+
+def test_a_fork(tmp_path, sources):
+    """``RetrievalClipLoss`` in a task, as the guide says, trains what the launcher trains."""
+    fork = tmp_path / "fork"
+    shutil.copytree(sources / "open_clip_train", fork / "open_clip_train")
+    main_file = fork / "open_clip_train/main.py"
+    source = main_file.read_text()
+    call = "create_task(args, model=model, dist_model=dist_model, naflex_data_config=naflex_data_config)"
+    assert source.count(f"task = {call}\n") == 1
+    source = source.replace(f"task = {call}", 'task = CLIPTask(model, loss=RetrievalClipLoss("unified"))')
+    imports = "from open_clip.task import CLIPTask\n"
+    imports += "from vl_plugins.integrations.open_clip.clip_loss import RetrievalClipLoss\n"
+    place = "from open_clip_train.data import get_data\n"
+    assert source.count(place) == 1
+    main_file.write_text(source.replace(place, place + imports))
+    images = [f"{tmp_path}/{number}.png" for number in range(8)]
+    for number, image in enumerate(images):
+        Image.new("RGB", (64, 64), (30 * number, 9, 99)).save(image)
+    rows = [f"{image}\tpicture number {number}" for number, image in enumerate(images)]
+    (tmp_path / "train.tsv").write_text("\n".join(["filepath\ttitle", *rows]))
+    start = "from vl_plugins.integrations.open_clip.models import register_models; register_models(); "
+    code = start + "import sys; from open_clip_train.main import main; main(sys.argv[1:])"
+    flags = [*TINY, "--train-data", "train.tsv", "--name"]
+    for name, command, paths in (
+        ("fork", [sys.executable, "-c", code, *flags, "fork"], [fork, ROOT, sources]),
+        ("ours", [*LAUNCH, *flags, "ours", "--loss", "unified"], [ROOT, sources]),
+    ):
+        assert run(command, tmp_path, PYTHONPATH=os.pathsep.join(map(str, paths))).returncode == 0, name
+    forked, ours = (read_checkpoint(tmp_path, name=name)["state_dict"] for name in ("fork", "ours"))
+    torch.testing.assert_close(dict(forked), dict(ours), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("version", ["3", "4"])
