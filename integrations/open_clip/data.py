@@ -260,6 +260,19 @@ def most_captions(path: str, args: Namespace) -> int:
     return 1
 
 
+def _log_unread_captions(args: Namespace, splits: Mapping[str, Collection]) -> None:
+    """Log what open_clip's reader does with several captions of an image."""
+    for split in ("train_data", "val_data"):
+        path = getattr(args, split)
+        if not path or split in splits:
+            continue
+        most = most_captions(path, args)
+        if most > 1:
+            kind = "table" if _is_table(path, args) else "shards"
+            consequence = READ_BY_HOST.get(split, READ_BY_HOST[kind])
+            logging.info(f"{path}: images have up to {most} captions, and open_clip {consequence}")
+
+
 def get_data(
     args: Namespace,
     preprocess_fns: tuple[Callable, Callable],
@@ -298,15 +311,7 @@ def get_data(
             f"--accum-freq {args.accum_freq}: an epoch has {batches} batches in each process, so no step would be taken"
         )
     if args.loss and is_master(args):
-        for split in ("train_data", "val_data"):
-            path = getattr(args, split)
-            if not path or split in splits:
-                continue
-            most = most_captions(path, args)
-            if most > 1:
-                kind = "table" if _is_table(path, args) else "shards"
-                consequence = READ_BY_HOST.get(split, READ_BY_HOST[kind])
-                logging.info(f"{path}: images have up to {most} captions, and open_clip {consequence}")
+        _log_unread_captions(args, splits)
     if "train" in data and ("train_data" in splits or args.loss):
         has_texts = args.loss and args.dataset_type != "synthetic"  # whose texts are all equal
         pad_id = pad_id_of(tokenizer) if has_texts else None

@@ -20,20 +20,20 @@ import open_clip
 import torch
 from open_clip_train import file_utils
 from open_clip_train import main as trainer
-from open_clip_train.distributed import is_master, world_info_from_env
+from open_clip_train.distributed import is_master
 from PIL import Image
 from webdataset import autodecode
 
 from vl_plugins.data.randomness import generators_kept
-from vl_plugins.errors import MALFORMED_CONTENT, UserError, user_errors
+from vl_plugins.errors import MALFORMED_CONTENT, user_errors
 from vl_plugins.integrations.loading import OTHER_FORMATS
 from vl_plugins.integrations.open_clip import data, host, validation
 from vl_plugins.integrations.open_clip.checkpoints import load_weights, made_with, read_checkpoint
-from vl_plugins.integrations.open_clip.flags import KINDS, check_refusals, flag
+from vl_plugins.integrations.open_clip.checks import check_classes, check_flags, check_parameters
 from vl_plugins.integrations.open_clip.heads import add_heads
 from vl_plugins.integrations.open_clip.host import Replacement
 from vl_plugins.integrations.open_clip.loss import LEARNED, build_loss
-from vl_plugins.integrations.open_clip.models import add_model_config, check_model, has_schema
+from vl_plugins.integrations.open_clip.models import has_schema
 from vl_plugins.integrations.open_clip.pictures import image_opener
 from vl_plugins.integrations.open_clip.rates import split_groups
 from vl_plugins.integrations.open_clip.resume import (
@@ -49,13 +49,6 @@ from vl_plugins.integrations.open_clip.trained_loss import attach_loss, joined_c
 
 __all__ = ["train"]
 
-# Entries of the configurations of models whose training step returns more than image and text embeddings.
-OTHER_OUTPUTS = {
-    "multimodal_cfg": "CoCa models",
-    "audio_cfg": "CLAP models",
-    "genlip_cfg": "GenLIP models",
-    "genlap_cfg": "GenLAP models",
-}
 # Files in shards that webdataset would unpickle, which could run code; here they stay bytes.
 PICKLES = ("pickle", "pyd")
 
@@ -89,7 +82,7 @@ def train(args: Namespace) -> int:
         )
     if args.loss and args.local_loss:
         notes.append("--local-loss has no effect: each process compares its own rows where the loss allows it")
-    _check(args)
+    check_flags(args)
     launch = _Launch(args, resumed, notes)
     with ExitStack() as patches:
         for replacement in launch.replacements():
@@ -128,9 +121,9 @@ class _Launch:
             self.loss.has_scaler = host.has_scaler(args)
             for number in self.loss.model_numbers:  # for the log and the checkpoint, also where it is the default
                 args.loss_kwargs = {**args.loss_kwargs, number: LEARNED}
-        self.check_parameters()
+        check_parameters(args, self.loss)
         self.splits = data.read_splits(args)
-        self.check_classes()
+        check_classes(args, self.splits)
         self.host_get_data = trainer.get_data
         self.tokenizer: Any = None
         self.is_validated = False
@@ -141,43 +134,6 @@ class _Launch:
         if self.resumed is None:
             return "://" in (self.args.resume or "")
         return "epoch" in self.resumed.content
-
-    def check_parameters(self) -> None:
-        """Raise ``UserError`` for flags that do not go with the parameters of the loss."""
-        args = self.args
-        has_parameters = self.loss is not None and next(self.loss.parameters(), None) is not None
-        for name in ("torchscript", "trace"):
-            if has_parameters and getattr(args, name, False):
-                raise UserError(f"--loss {args.loss} has trained parameters, which {flag(name)} does not support")
-        if args.head_lr is not None and not (has_parameters or args.head):
-            raise UserError("--head-lr is the rate of heads and of a loss's parameters: add --head, or remove it")
-        embedding_size = args.loss_kwargs.get("embedding_size")
-        if embedding_size is None or args.head:
-            return
-        width = open_clip.get_model_config(args.model)["embed_dim"]
-        if embedding_size != width:  # of weights of classes, such as proxies
-            raise UserError(
-                f"--loss-kwargs embedding_size={embedding_size}: embeddings of {args.model} have {width} numbers: "
-                f"embedding_size={width}"
-            )
-
-    def check_classes(self) -> None:
-        """Raise ``UserError`` if a loss with weights of classes, such as proxies, has none for some images."""
-        args = self.args
-        classes = args.loss_kwargs.get("num_classes")
-        if classes is None or not args.train_data:
-            return
-        if "train_data" not in self.splits:
-            raise UserError(
-                f"--loss {args.loss} takes images for classes, which our reader numbers: add --captions-per-image "
-                "random"
-            )
-        images = len(self.splits["train_data"])
-        if classes < images:
-            raise UserError(
-                f"--loss-kwargs num_classes={classes}: each of the {images:,} images of --train-data is a class: "
-                f"num_classes={images}"
-            )
 
     def get_data(self, *given: Any, tokenizer: Any = None, **options: Any) -> dict[str, Any]:
         """Return the data of both readers."""
@@ -316,58 +272,3 @@ class _Launch:
             os.replace(partial_file, file)
             with suppress(OSError):  # it is not empty if a killed process left a file
                 partial_file.parent.rmdir()
-
-
-def _check(args: Namespace) -> None:
-    """Raise ``UserError`` for flags that do not go together, before anything is written."""
-    if args.model_config is not None:
-        add_model_config(args.model_config)
-    for model in filter(None, (args.distill_model, args.model)):
-        check_model(model)
-    with user_errors(f"--device {args.device}", RuntimeError):
-        torch.device(args.device)
-    _check_components(args)
-    if args.validate_first and not (args.train_data and args.val_data):
-        raise UserError("--validate-first needs --train-data and --val-data")
-    if args.loss:
-        _check_loss(args)
-    elif args.captions_per_image not in (None, "first", "random", "1", 1):
-        raise UserError(
-            f"--captions-per-image {args.captions_per_image} needs --loss, such as unified: open_clip's own loss "
-            "compares each image with one caption"
-        )
-
-
-def _check_components(args: Namespace) -> None:
-    for kind in ("miner", "reducer", "distance", "head"):
-        if args.loss is None and getattr(args, kind) not in (None, "linear"):
-            raise UserError(f"--{kind} {getattr(args, kind)} needs --loss, such as unified, or smooth_chamfer for sets")
-    for kind in KINDS:
-        if getattr(args, f"{kind}_kwargs") and getattr(args, kind) is None:
-            raise UserError(f"--{kind}-kwargs needs --{kind}")
-    if args.loss:
-        check_refusals(args, "--loss")
-    if args.head:
-        check_refusals(args, "--head")
-    if args.head == "set":
-        check_refusals(args, "--head set")
-
-
-def _check_loss(args: Namespace) -> None:
-    # The loss uses a learned similarity after the model's forward pass.
-    if getattr(args, "fsdp", False) and not args.fsdp_no_reshard_after_forward:
-        raise UserError("--loss with --fsdp needs whole parameters: add --fsdp-no-reshard-after-forward")
-    config = open_clip.get_model_config(args.model) or {}
-    for entry, models in OTHER_OUTPUTS.items():
-        if entry in config:
-            raise UserError(
-                f"--loss does not support {models} such as {args.model}, which trains with more than image and text "
-                "embeddings: remove --loss, or take a model with two towers"
-            )
-    if args.loss == "smooth_chamfer" and args.head != "set":
-        raise UserError("--loss smooth_chamfer compares embedding sets: add --head set, or take another loss")
-    _, _, world_size = world_info_from_env()
-    if args.train_data and args.batch_size * world_size * args.accum_freq == 1:
-        raise UserError(
-            f"--loss {args.loss} compares images, and there is only one: raise --batch-size, now 1, or --accum-freq"
-        )
