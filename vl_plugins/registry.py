@@ -141,8 +141,13 @@ def _constructed(factory: Any, options: dict[str, Any]) -> Any:
 
 
 def check_options(kind: str, name: str, options: Mapping[str, Any]) -> None:
-    """Raise ``UserError`` for an unknown component, or for an option that it does not have, before it is made."""
+    """Raise ``UserError`` for an unknown component, or for an option that it does not have, before it is made.
+
+    Options of one that hands them on to another component, as ``smooth_chamfer`` to its base, are not checked.
+    """
     factory = find(kind, name, imports=True)
+    if "base" in options_of(factory):
+        return
     reason = wrong_option(factory, options, factory, kind)
     if reason is not None:
         raise UserError(f"{kind} {name!r}: {reason}")

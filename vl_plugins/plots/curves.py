@@ -99,6 +99,8 @@ def plot_training_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], out: s
         }
         for value, axes in axes_of.items():
             having = [row for row in rows if value in row]
+            if not having:
+                continue
             epochs = [row["epoch"] for row in having]
             axes.plot(epochs, [row[value] for row in having], label=name, **style)
             if value == "positive_similarity":
