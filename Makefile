@@ -19,7 +19,7 @@ test: $(INSTALLED) lint types
 test-lowest: $(LOWEST)/installed
 	$(LOWEST)/bin/python -m pytest -n auto --dist worksteal -m "not slow" --doctest-ignore-import-errors \
 		--ignore tests/test_readme.py --ignore tests/test_docs.py --ignore tests/test_packaging.py \
-		--ignore tests/commands/test_demo.py
+		--ignore tests/commands/test_demo.py --ignore-glob "*integrations/sentence_transformers/*"
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow

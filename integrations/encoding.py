@@ -118,7 +118,6 @@ def retrieval_metrics(model: nn.Module, encoded: Sequence[EvaluationBatch]) -> d
     return evaluate([_features(model, encoded, {})]).metrics["plain"]
 
 
-@torch.inference_mode()
 def encode_batches(
     model: Any, batches: Iterable[EvaluationBatch], device: Any, precision: str, *, gather: bool = False
 ) -> list[EvaluationBatch]:
@@ -128,6 +127,14 @@ def encode_batches(
         model, batches, device, precision, gather: of :func:`validate`; with ``gather``, the first process returns the
             batches of all, and the others return none.
     """
+    encoded = _encode_batches(model, batches, device, precision)
+    return _gather_batches(encoded) if gather else encoded
+
+
+@torch.inference_mode()
+def _encode_batches(
+    model: Any, batches: Iterable[EvaluationBatch], device: Any, precision: str
+) -> list[EvaluationBatch]:
     encoded, autocast = [], AUTOCAST.get(precision)
     for batch in batches:
         with torch.autocast(torch.device(device).type, autocast, enabled=autocast is not None):
@@ -135,7 +142,7 @@ def encode_batches(
             images = model.encode_image(images, normalize=True)
             texts = model.encode_text(batch.texts.to(device=device, non_blocking=True), normalize=True)
         encoded.append(batch._replace(images=images.float().cpu(), texts=texts.float().cpu()))
-    return _gather_batches(encoded) if gather else encoded
+    return encoded
 
 
 def _gather_batches(encoded: list[EvaluationBatch]) -> list[EvaluationBatch]:

@@ -71,7 +71,7 @@ def _validate(model: Any, loader: Any, args: Namespace) -> dict[str, float]:
 def clip_loss(encoded: Sequence[EvaluationBatch], logit_scale: torch.Tensor) -> float:
     """Return the mean over images of ``ClipLoss`` of batches, each image with its first caption."""
     losses = []
-    for batch in encoded:
+    for batch in sorted(encoded, key=lambda batch: batch.start):  # so that the sum is the same in any order
         captions = batch.image_of_caption.tolist()
         first_captions = [captions.index(image) for image in range(len(batch.images))]
         losses.append(ClipLoss()(batch.images, batch.texts[first_captions], logit_scale) * len(batch.images))

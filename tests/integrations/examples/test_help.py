@@ -13,6 +13,8 @@ MODULES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in (
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 def test_help(name, monkeypatch, capsys):
+    if name == "sentence_transformers_trainer":
+        pytest.importorskip("sentence_transformers")
     module = f"vl_plugins.integrations.examples.{name}"
     pytest.importorskip(module, exc_type=ImportError)
     monkeypatch.setattr(sys, "argv", [name, "--help"])

@@ -20,6 +20,7 @@ from vl_plugins.integrations.open_clip.launcher import main
 LOSS = ["--loss", "unified"]
 # What is smaller here, and the processor in place of a GPU.
 SMALL = "--device cpu --epochs 1 --log-every-n-steps 1 --name run".split()
+AMP = "amp" if torch.__version__ >= "2.3" else "amp_bf16"  # float16 is on the processor since torch 2.3
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "the", "red", "blue", "green", "circle", "square", "left"]
 BERT = {"hidden_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 
@@ -90,7 +91,7 @@ def start(rank, folder, flags):
 def test_shards_on_several_processes(folder):
     """Of one node; of several nodes and by SLURM the trainer gets other variables of the environment only."""
     flags = "--train-data shards/{00000..00003}.tar --train-num-samples 24 --dataset-type webdataset --batch-size 4 "
-    flags += "--precision amp --workers 1 --model vl-tiny --dist-backend gloo --imagenet-val imagenet"
+    flags += f"--precision {AMP} --workers 1 --model vl-tiny --dist-backend gloo --imagenet-val imagenet"
     in_processes(start, 2, folder, [*flags.split(), *SMALL, *LOSS, "--zeroshot-frequency", "0"], joined=False)
     assert losses_of(folder) == 3
 
@@ -103,7 +104,7 @@ def test_the_script_of_the_largest_models(folder):
     assert losses_of(folder) == 4
 
 
-@pytest.mark.parametrize("precision", ["fp32", "amp"])
+@pytest.mark.parametrize("precision", ["fp32", AMP])
 def test_a_language_model_and_programs_as_shards(folder, precision):
     flags = ["--train-data=pipe:cat shards/{00000..00002}.tar", "--val-data=pipe:cat shards/00003.tar"]
     flags += "--train-num-samples 24 --val-num-samples 8 --dataset-type webdataset --batch-size 4 --warmup 2000".split()

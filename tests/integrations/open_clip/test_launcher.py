@@ -119,7 +119,7 @@ class InFloat64:
 
 
 @pytest.mark.parametrize("reader", [[], ["--captions-per-image", "first"]], ids=["open_clip's", "ours"])
-@pytest.mark.parametrize(("precision", "tolerance"), [("float64", 1e-10), ("float32", 1e-5)])
+@pytest.mark.parametrize(("precision", "tolerance"), [("float64", 1e-10), ("float32", 5e-5)])  # ten steps of rounding
 def test_the_loss_changes_alone(tmp_path, toy_scenes, monkeypatch, precision, tolerance, reader):
     """VLC with the model's scale is twice open_clip's own loss, so half the rate gives the same weights.
 

@@ -259,8 +259,8 @@ def test_numbers_fit_in_either_shape(shape):
 def test_a_rate_may_be_a_tensor():
     """As 4.x compiles a step with it, and resumes without, and the other way around."""
     model = torch.nn.Linear(2, 2)
-    number, tensor = (torch.optim.AdamW(model.parameters(), lr=lr) for lr in (0.1, torch.tensor(0.1)))
-    for optimizer, other in ((number, tensor), (tensor, number)):
+    for rate, other_rate in ((0.1, torch.tensor(0.1)), (torch.tensor(0.1), 0.1)):
+        optimizer, other = (torch.optim.AdamW(model.parameters(), lr=lr) for lr in (rate, other_rate))
         load_optimizer(optimizer, other.state_dict(), subject="--resume epoch_1.pt")
         assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.1)
 
