@@ -21,14 +21,14 @@ from vl_plugins.integrations.open_clip.heads import add_heads
 from vl_plugins.integrations.open_clip.models import add_model_config, check_model, has_schema
 from vl_plugins.retrieval.features import describe_similarity, recorded_similarity
 
-__all__ = ["load_open_clip", "load_weights", "made_with", "read_checkpoint", "read_params"]
+__all__ = ["LOGIT_BIAS", "load_open_clip", "load_weights", "made_with", "read_checkpoint", "read_params"]
 
 # Options of the trainer that make a model, but for its weights.
 FORCED = ("force_quick_gelu", "force_custom_text", "force_image_size", "force_context_length")
 PREPROCESSING = ("image_mean", "image_std", "image_interpolation", "image_resize_mode")
 MODEL_OPTIONS = ("model", "model_config", "pretrained", "siglip", "head", "head_kwargs", *FORCED, *PREPROCESSING)
 
-LOGIT_BIAS = -10.0  # a placeholder, so that the model has one: the weights of a file replace it
+LOGIT_BIAS = -10.0  # with which SigLIP starts; where the weights of a file replace it, it only says that there is one
 
 # Version 0.2 wrote into the weights of a model with heads what it is made of, and these options, of which one value is
 # left.

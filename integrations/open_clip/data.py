@@ -186,12 +186,11 @@ def _alternatives(keys: str) -> tuple[str, ...]:
 
 def _check_host_data(split: str, path: str, args: Namespace) -> None:
     """Raise ``UserError`` if data for open_clip's own readers do not exist, or lack a column."""
-    reader = host_data.get_dataset_fn(path, args.dataset_type)
-    if reader is host_data.get_csv_dataset:
+    if _is_table(path, args):
         if not os.path.exists(path):
             raise UserError(f"{flag(split)} {path}: there is no such file")
         check_columns(flag(split), path, pandas.read_csv(path, sep=args.csv_separator, nrows=0).columns, args)
-    elif reader is host_data.get_wds_dataset:
+    elif host_data.get_dataset_fn(path, args.dataset_type) is host_data.get_wds_dataset:
         check_shards(flag(split), path)
         if split == "train_data":
             _check_counts(path, args)
@@ -242,7 +241,7 @@ def _check_flags(args: Namespace, splits: Mapping[str, Collection]) -> None:
 
 
 def _is_table(path: str, args: Namespace) -> bool:
-    return path.endswith((".csv", ".tsv")) or args.dataset_type == "csv"
+    return host_data.get_dataset_fn(path, args.dataset_type) is host_data.get_csv_dataset
 
 
 def most_captions(path: str, args: Namespace) -> int:

@@ -1,6 +1,7 @@
 """The launcher's flags on open_clip's own parser, and configuration files with flags of both."""
 
 import argparse
+import functools
 import os
 import textwrap
 from argparse import Namespace
@@ -20,7 +21,7 @@ from vl_plugins.integrations.command_lines import (
 )
 from vl_plugins.registry import check_registered
 
-__all__ = ["KINDS", "REFUSALS", "Refusal", "check_refusals", "flag", "options_given", "parse_args"]
+__all__ = ["KINDS", "REFUSALS", "Refusal", "check_refusals", "default_options", "flag", "options_given", "parse_args"]
 
 EXAMPLES = (
     "python -m vl_plugins.integrations.open_clip \\\n"
@@ -109,9 +110,15 @@ def flag(option: str) -> str:
     return "--" + option.replace("_", "-")
 
 
+@functools.cache
+def default_options() -> Namespace:
+    """Return the options of an empty command line, which are not to be changed."""
+    return parse_args([])
+
+
 def options_given(args: Namespace) -> list[str]:
     """Return the options that differ from their defaults."""
-    defaults = vars(parse_args([]))
+    defaults = vars(default_options())
     return [name for name in defaults if getattr(args, name, None) != defaults[name]]
 
 

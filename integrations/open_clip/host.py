@@ -24,6 +24,7 @@ __all__ = [
     "Replacement",
     "batch_of",
     "data_parallel",
+    "evaluated",
     "has_scaler",
     "is_logged",
     "loss_replacement",
@@ -61,6 +62,11 @@ def batch_of(images: Tensor, texts: Tensor) -> Any:
 def texts_of(batch: Any) -> Tensor:
     """Return the token rows of a batch of open_clip's reader."""
     return batch["text"] if isinstance(batch, Mapping) else batch[1]
+
+
+def evaluated(model: Any) -> Any:
+    """Return what the trainer evaluates of what it gives to its training of an epoch: in 4.x the task of a state."""
+    return getattr(model, "task", model)
 
 
 def trained_model(model: Any) -> nn.Module:

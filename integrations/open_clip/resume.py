@@ -17,7 +17,7 @@ from torch.optim import AdamW, Optimizer
 from vl_plugins import __version__
 from vl_plugins.errors import MALFORMED_CONTENT, UserError, user_errors
 from vl_plugins.integrations.open_clip.checkpoints import read_checkpoint, read_params
-from vl_plugins.integrations.open_clip.flags import KINDS, SAMPLE_KEYS, flag, options_given, parse_args
+from vl_plugins.integrations.open_clip.flags import KINDS, SAMPLE_KEYS, default_options, flag, options_given
 from vl_plugins.registry import check_registered, find, options_of
 
 __all__ = ["ResumedRun", "check_fits", "describe_settings", "load_optimizer", "read_resumed_run", "settings_of"]
@@ -73,7 +73,7 @@ class ResumedRun(NamedTuple):
             lines += self._settle_options(args, kind)
         if adopted:
             lines.append(f"--resume {self.file}: {' '.join(adopted)} of the run, with its options, is used")
-        given_options, defaults = options_given(args), parse_args([])
+        given_options, defaults = options_given(args), default_options()
         for name in (*READER, "head_lr"):
             recorded = self.settings.get(name, getattr(defaults, name))
             chosen = getattr(args, name)

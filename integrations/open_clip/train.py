@@ -28,7 +28,7 @@ from vl_plugins.data.randomness import generators_kept
 from vl_plugins.errors import MALFORMED_CONTENT, user_errors
 from vl_plugins.integrations.loading import OTHER_FORMATS
 from vl_plugins.integrations.open_clip import data, host, validation
-from vl_plugins.integrations.open_clip.checkpoints import load_weights, made_with, read_checkpoint
+from vl_plugins.integrations.open_clip.checkpoints import LOGIT_BIAS, load_weights, made_with, read_checkpoint
 from vl_plugins.integrations.open_clip.checks import check_classes, check_flags, check_parameters
 from vl_plugins.integrations.open_clip.heads import add_heads
 from vl_plugins.integrations.open_clip.host import Replacement
@@ -52,8 +52,7 @@ __all__ = ["train"]
 # Files in shards that webdataset would unpickle, which could run code; here they stay bytes.
 PICKLES = ("pickle", "pyd")
 
-# What the SigLIP loss starts from, as open_clip's --siglip does (Zhai et al. 2023).
-SIGLIP_SCALE, SIGLIP_BIAS = 10.0, -10.0
+LOGIT_SCALE = 10.0  # with which SigLIP starts, as open_clip's --siglip does (Zhai et al. 2023)
 
 pt_load = file_utils.pt_load
 
@@ -147,10 +146,9 @@ class _Launch:
         """Train an epoch, and before the first one validate, as epoch 0."""
         if not self.is_validated:
             self.is_validated = True
-            validated = getattr(model, "task", model)  # of 4.x, which gives the state of the training
             with generators_kept():  # so that the training is as it is without
                 writer = options.get("tb_writer")
-                trainer.evaluate(validated, data, 0, self.args, tb_writer=writer, tokenizer=self.tokenizer)
+                trainer.evaluate(host.evaluated(model), data, 0, self.args, tb_writer=writer, tokenizer=self.tokenizer)
         train_one_epoch(model, data, *given, **options)
 
     def replacements(self) -> list[Replacement]:
@@ -192,7 +190,7 @@ class _Launch:
             self.log_settings()
         has_bias = loss is not None and "bias" in loss.model_numbers
         if has_bias:
-            options |= {"init_logit_scale": math.log(SIGLIP_SCALE), "init_logit_bias": SIGLIP_BIAS}
+            options |= {"init_logit_scale": math.log(LOGIT_SCALE), "init_logit_bias": LOGIT_BIAS}
         subject = f"--pretrained {pretrained}" if pretrained else f"--model {name}"
         if args.aug_cfg:
             subject += f" or --aug-cfg {args.aug_cfg}"
@@ -211,9 +209,9 @@ class _Launch:
             if has_heads:
                 load_weights(model, file, content)
         if has_bias and (not pretrained or model.logit_bias.item() == 0):  # open_clip fills in 0 for a missing bias
-            torch.nn.init.constant_(model.logit_bias, SIGLIP_BIAS)
-            torch.nn.init.constant_(model.logit_scale, math.log(SIGLIP_SCALE))
-            logging.info(f"The logit bias of the model starts at {SIGLIP_BIAS:g}, and its scale at {SIGLIP_SCALE:g}")
+            torch.nn.init.constant_(model.logit_bias, LOGIT_BIAS)
+            torch.nn.init.constant_(model.logit_scale, math.log(LOGIT_SCALE))
+            logging.info(f"The logit bias of the model starts at {LOGIT_BIAS:g}, and its scale at {LOGIT_SCALE:g}")
         if not is_teacher:
             self.model = model
             if loss is not None:

@@ -88,11 +88,10 @@ class CrossModalRetrievalEvaluator(BaseEvaluator):
         """Return the metrics of a model by name, which the trainer logs; see ``write_csv`` for ``output_path``."""
         images, captions = self._encode(model)
         similarity, is_cosine = self.similarity_fct or model.similarity, False
-        is_of_vectors = not isinstance(model, MultiVectorEncoder)
-        if (
-            is_of_vectors and similarity == model.similarity and model.similarity_fn_name == "cosine"
-        ):  # as products, which tie
-            similarity, is_cosine = None, True
+        if not isinstance(model, MultiVectorEncoder) and similarity == model.similarity:
+            is_cosine = model.similarity_fn_name == "cosine"
+        if is_cosine:
+            similarity = None  # plain products, of which equal ones tie
         ranks = retrieval_ranks(images, captions, self.image_of_caption, similarity, normalize=is_cosine)
         values = retrieval_metrics(ranks)
         metrics = {metric: values[metric] for metric in METRICS}
