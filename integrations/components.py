@@ -6,7 +6,7 @@ from typing import Any
 from vl_plugins.distances import OrderSimilarity, SetDistance
 from vl_plugins.registry import create, create_loss
 
-__all__ = ["create_loss_and_miner", "create_miner"]
+__all__ = ["create_loss_and_miner", "create_miner", "takes_one_set"]
 
 
 def create_loss_and_miner(
@@ -44,3 +44,8 @@ def create_miner(miner: str | Mapping[str, Any] | None, loss: Any, sets: bool = 
     if sets or isinstance(getattr(loss, "distance", None), OrderSimilarity):
         specification = {"distance": loss.distance, **specification}
     return create("miner", specification)
+
+
+def takes_one_set(error: ValueError) -> bool:
+    """Return whether a loss of pytorch-metric-learning raised an error because it was called with ``ref_emb``."""
+    return "ref_emb is not supported" in str(error)

@@ -18,7 +18,7 @@ from torch import Tensor, distributed, nn
 
 from vl_plugins.distributed import DistributedLoss, world_size
 from vl_plugins.errors import MALFORMED_CONTENT, UserError, user_errors
-from vl_plugins.integrations.components import create_loss_and_miner
+from vl_plugins.integrations.components import create_loss_and_miner, takes_one_set
 from vl_plugins.integrations.open_clip.steps import Steps
 from vl_plugins.losses.cross_modal import CrossModalLoss
 from vl_plugins.losses.statistics import collected_statistics, latest_statistics
@@ -268,7 +268,7 @@ def compares_one_set(
         try:
             CrossModalLoss(loss, miner)(images, labels, None, texts, labels.clone(), **call)
         except ValueError as error:
-            if "ref_emb is not supported" not in str(error):
+            if not takes_one_set(error):
                 raise
             CrossModalLoss(loss, miner, one_set=True)(images, labels, None, texts, labels.clone(), **call)
             return True

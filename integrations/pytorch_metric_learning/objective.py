@@ -12,7 +12,7 @@ from vl_plugins.distances import OrderSimilarity
 from vl_plugins.distributed import DistributedLoss
 from vl_plugins.encoders import Vocabulary, encode_in_chunks
 from vl_plugins.errors import MALFORMED_CONTENT, UserError, one_of
-from vl_plugins.integrations.components import create_loss_and_miner, create_miner
+from vl_plugins.integrations.components import create_loss_and_miner, create_miner, takes_one_set
 from vl_plugins.integrations.pytorch_metric_learning.config import Config, StageConfig, config_errors
 from vl_plugins.integrations.pytorch_metric_learning.two_towers import TwoTowers, build_towers
 from vl_plugins.losses.cross_modal import CrossModalLoss
@@ -107,7 +107,7 @@ class Objective(nn.Module):
             try:
                 loss = compare(images, labels, None, texts, labels.clone(), **options)
             except ValueError as error:
-                if "ref_emb is not supported" in str(error):
+                if takes_one_set(error):
                     raise UserError("it compares one set of embeddings: add one_set: true") from error
                 raise
             if not isinstance(loss, Tensor) or loss.ndim > 0:
