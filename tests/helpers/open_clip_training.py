@@ -8,6 +8,7 @@ from argparse import Namespace
 
 import torch
 
+from vl_plugins.data.sources import read_karpathy
 from vl_plugins.distances import SmoothChamferSimilarity
 from vl_plugins.integrations.open_clip.flags import parse_args
 from vl_plugins.integrations.open_clip.heads import add_heads
@@ -24,6 +25,26 @@ def small_shard_flags(toy_shards):
     """Return flags for 16 images to train on, four batches of ``TINY``, and 8 to validate."""
     train, val = toy_shards / "toy-train-{000000..000001}.tar", toy_shards / "toy-val-000000.tar"
     return ["--train-data", str(train), "--val-data", str(val)]
+
+
+def write_table(file, scenes, split="train", number=None):
+    """Write a table as open_clip reads it, of the first scenes of a split with their last captions; return these."""
+    images = [image for image in read_karpathy(scenes / "dataset_toy.json", "coco") if image.split == split][:number]
+    rows = [f"{scenes}/{image.file}\t{image.captions[4]}" for image in images]
+    file.write_text("\n".join(["filepath\ttitle", *rows]))
+    return [image.captions[4] for image in images]
+
+
+def in_float64(create):
+    """Return ``create_model_and_transforms`` of open_clip for float64, in which rounding hides no difference."""
+
+    def create_in_float64(*arguments, **options):
+        model, *transforms = create(*arguments, **options)
+        return model.double(), *(
+            lambda image, transform=transform: transform(image).double() for transform in transforms
+        )
+
+    return create_in_float64
 
 
 def run(command, cwd, **variables):

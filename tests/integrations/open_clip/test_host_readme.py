@@ -12,9 +12,8 @@ import torch
 from PIL import Image
 from transformers import BertTokenizerFast, RobertaConfig, RobertaModel
 
-from tests.helpers.open_clip_training import read_checkpoint, read_results
+from tests.helpers.open_clip_training import read_checkpoint, read_results, write_table
 from tests.helpers.processes import in_processes
-from vl_plugins.data.sources import read_karpathy
 from vl_plugins.integrations.open_clip.launcher import main
 
 LOSS = ["--loss", "unified"]
@@ -29,10 +28,8 @@ BERT = {"hidden_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2, "in
 def folder(tmp_path, toy_scenes, toy_shards, monkeypatch):
     """A folder with a table of each split, ImageNet of five classes, shards of plain names, and a small RoBERTa."""
     monkeypatch.chdir(tmp_path)
-    images = list(read_karpathy(toy_scenes / "dataset_toy.json", "coco"))
     for split in ("train", "val"):
-        rows = [f"{toy_scenes}/{image.file}\t{image.captions[4]}" for image in images if image.split == split]
-        (tmp_path / f"{split}.csv").write_text("\n".join(["filepath\ttitle", *rows[:16]]))
+        write_table(tmp_path / f"{split}.csv", toy_scenes, split, number=16)
     classes = "tench goldfish shark ray cock".split()
     for number, name in enumerate(classes):
         (tmp_path / "imagenet" / name).mkdir(parents=True)

@@ -16,10 +16,12 @@ from tests.helpers.open_clip_training import (
     LAUNCH,
     TINY,
     assert_equal_nested,
+    in_float64,
     read_checkpoint,
     read_results,
     run,
     small_shard_flags,
+    write_table,
 )
 from tests.helpers.pictures import EPS, replace_ghostscript
 from vl_plugins.data import write_shards
@@ -103,21 +105,6 @@ def test_without_loss_it_is_stock_open_clip_bit_for_bit(tmp_path, toy_scenes, mo
         assert stock.read_bytes() == ours.read_bytes()
 
 
-class InFloat64:
-    """open_clip's models and pictures in float64, in which rounding does not hide a difference."""
-
-    def __init__(self, monkeypatch):
-        self.make = open_clip.create_model_and_transforms
-        for module in (open_clip, open_clip_train.main):
-            monkeypatch.setattr(module, "create_model_and_transforms", self)
-
-    def __call__(self, *arguments, **options):
-        model, *transforms = self.make(*arguments, **options)
-        return model.double(), *(
-            lambda image, transform=transform: transform(image).double() for transform in transforms
-        )
-
-
 @pytest.mark.parametrize("reader", [[], ["--captions-per-image", "first"]], ids=["open_clip's", "ours"])
 @pytest.mark.parametrize(("precision", "tolerance"), [("float64", 1e-10), ("float32", 5e-5)])  # ten steps of rounding
 def test_the_loss_changes_alone(tmp_path, toy_scenes, monkeypatch, precision, tolerance, reader):
@@ -136,7 +123,9 @@ def test_the_loss_changes_alone(tmp_path, toy_scenes, monkeypatch, precision, to
         data = write_shards(images, toy_scenes, tmp_path / "shards").shards[0]
     flags = [*TINY, "--train-data", str(data), "--opt", "timm/sgd", "--wd", "0", *reader]
     if precision == "float64":
-        InFloat64(monkeypatch)
+        create = in_float64(open_clip.create_model_and_transforms)
+        for module in (open_clip, open_clip_train.main):
+            monkeypatch.setattr(module, "create_model_and_transforms", create)
     weights = {}
     for name, main, loss, rate in (
         ("stock", launcher.main if reader else host_main, [], "1e-1"),
@@ -158,10 +147,8 @@ def test_the_loss_changes_alone(tmp_path, toy_scenes, monkeypatch, precision, to
 @pytest.mark.parametrize("reader", [[], ["--captions-per-image", "random"]], ids=["open_clip's", "ours"])
 def test_validation_before_the_first_step(tmp_path, toy_shards, toy_scenes, monkeypatch, reader):
     """It is that of the model as it starts, and changes nothing of the training."""
-    images = [image for image in read_karpathy(toy_scenes / "dataset_toy.json", "coco") if image.split == "train"]
-    rows = [f"{toy_scenes}/{image.file}\t{image.captions[4]}" for image in images[:20]]
-    (tmp_path / "train.tsv").write_text("\n".join(["filepath\ttitle", *rows]))
-    (tmp_path / "val.tsv").write_text("\n".join(["filepath\ttitle", *rows[:8]]))
+    write_table(tmp_path / "train.tsv", toy_scenes, number=20)
+    write_table(tmp_path / "val.tsv", toy_scenes, number=8)
     flags = [*TINY, "--train-data", str(tmp_path / "train.tsv"), "--val-data", str(tmp_path / "val.tsv"), *reader]
     flags += ["--loss", "unified", "--workers", "0"]
     results = {}

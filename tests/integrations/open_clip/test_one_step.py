@@ -7,10 +7,9 @@ import os
 
 import pytest
 
-from tests.helpers.open_clip_training import TINY, read_checkpoint
+from tests.helpers.open_clip_training import TINY, read_checkpoint, write_table
 from tests.helpers.processes import in_processes
 from vl_plugins import list_losses
-from vl_plugins.data.sources import read_karpathy
 from vl_plugins.integrations.open_clip import train
 from vl_plugins.integrations.open_clip.launcher import main
 
@@ -49,10 +48,8 @@ FAST = ("unified", "siglip")
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CASES])
 def test_two_processes_take_the_step_of_one(tmp_path, toy_scenes, name):
-    images = [image for image in read_karpathy(toy_scenes / "dataset_toy.json", "coco") if image.split == "train"]
-    rows = [f"{toy_scenes}/{image.file}\t{image.captions[4]}" for image in images[:BATCH]]
-    assert len({image.captions[4] for image in images[:BATCH]}) == BATCH
-    (tmp_path / "train.tsv").write_text("\n".join(["filepath\ttitle", *rows]))
+    captions = write_table(tmp_path / "train.tsv", toy_scenes, number=BATCH)
+    assert len(set(captions)) == BATCH
     for precision, tolerance in TOLERANCE.items():
         for world_size in (1, 2):
             in_processes(train_once, world_size, tmp_path, name, precision, world_size, joined=False)

@@ -17,7 +17,15 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.helpers.open_clip_training import LAUNCH, TINY, read_checkpoint, read_results, run, small_shard_flags
+from tests.helpers.open_clip_training import (
+    LAUNCH,
+    TINY,
+    in_float64,
+    read_checkpoint,
+    read_results,
+    run,
+    small_shard_flags,
+)
 from vl_plugins.integrations.open_clip.launcher import main
 
 ROOT = Path(__file__).parents[3]
@@ -45,18 +53,14 @@ TRAININGS = {
 make_model = open_clip.create_model_and_transforms
 
 
-def in_float64(*arguments, **options):
-    model, *transforms = make_model(*arguments, **options)
-    return model.double(), *(lambda image, transform=transform: transform(image).double() for transform in transforms)
-
-
 def train_all(version, data):
     """Train everything in this process, on the version of open_clip that it finds."""
     for name, flags in TRAININGS.items():
         if name == "compiled":
             flags = [*flags, "--torchcompile-backend", "eager"] if version == "4" else flags[:-1]
         logging.getLogger().handlers.clear()  # each training adds its own
-        with mock.patch.object(open_clip, "create_model_and_transforms", in_float64 if "first" in name else make_model):
+        create = in_float64(make_model) if "first" in name else make_model
+        with mock.patch.object(open_clip, "create_model_and_transforms", create):
             assert main([*FLAGS, *data, *flags, "--name", name]) == 0
     # The warm-up of six steps ends in the second epoch of four.
     flags = [*FLAGS, *data, *TRAININGS["resumed"], "--name", "resumed", "--epochs", "2", "--resume", "latest"]

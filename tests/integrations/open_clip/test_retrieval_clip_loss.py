@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from open_clip.loss import ClipLoss
 
-from tests.helpers.open_clip_training import LAUNCH, TINY, read_checkpoint, run
+from tests.helpers.open_clip_training import LAUNCH, TINY, read_checkpoint, run, write_table
 from tests.helpers.processes import in_processes
 from vl_plugins import create_loss
-from vl_plugins.data.sources import read_karpathy
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.clip_loss import RetrievalClipLoss
 
@@ -114,9 +113,7 @@ def test_two_processes():
 @pytest.mark.skipif(importlib.util.find_spec("open_clip.task") is not None, reason="of 4.x, which takes a task")
 def test_a_fork_of_open_clip(tmp_path, toy_scenes):
     """It trains what the launcher trains."""
-    images = [image for image in read_karpathy(toy_scenes / "dataset_toy.json", "coco") if image.split == "train"]
-    rows = [f"{toy_scenes}/{image.file}\t{image.captions[4]}" for image in images[:12]]
-    (tmp_path / "train.tsv").write_text("\n".join(["filepath\ttitle", *rows]))
+    write_table(tmp_path / "train.tsv", toy_scenes, number=12)
     fork = tmp_path / "fork"
     shutil.copytree(Path(open_clip_train.__file__).parent, fork / "open_clip_train")
     main = fork / "open_clip_train/main.py"
