@@ -1,7 +1,6 @@
 """The study of the losses: its file, its rule for learning rates, its results, and the processes that train."""
 
 import csv
-import json
 import os
 import shlex
 import subprocess
@@ -9,23 +8,19 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import timm
 import torch
 import yaml
-from PIL import Image
 from scipy import stats
 
 from benchmarks import study as study_module
 from benchmarks import study_tables
 from benchmarks.frozen_trunk import region_features
 from benchmarks.grid import Cell, Results, Run, Study
-from benchmarks.inverted_pictures import write_inverted
 from benchmarks.jobs import Jobs, run_command, run_once
 from benchmarks.outcomes import Outcome, metric_means, selected_metrics
 from benchmarks.study_tables import COLUMNS, comparison_table, rsum_differences, write_tables
-from benchmarks.swapped_captions import swap_captions
 from vl_plugins.cli import build_parser
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.flags import parse_args
@@ -78,7 +73,7 @@ def save(results, run, val=0.0, test=0.0, seconds=10.0):
     ).save(results.file(run))
 
 
-@pytest.mark.parametrize("name", ["claims", "stamps", "vit_b32"])
+@pytest.mark.parametrize("name", ["claims", "clipart", "stamps", "vit_b32"])
 def test_the_commands_of_a_study_can_be_parsed(name):
     study = Study.read(Path("benchmarks/studies") / f"{name}.yaml")
     commands = [command.format(work="work") for command in study.prepare]
@@ -99,6 +94,7 @@ def test_the_commands_of_a_study_can_be_parsed(name):
         else:
             assert words[1] in {
                 "benchmarks.swapped_captions",
+                "benchmarks.exact_captions",
                 "benchmarks.inverted_pictures",
                 "benchmarks.frozen_trunk",
             }
@@ -220,26 +216,6 @@ def test_a_command_that_fails_is_an_error(tmp_path, capfd):
     with pytest.raises(UserError, match=r"exit status 2 of: vl-plugins evaluate --features none\.npz"):
         run_command("vl-plugins evaluate --features none.npz")
     assert "none.npz" in capfd.readouterr().err
-
-
-def test_swapped_captions():
-    """A fifth of the training images have those of another image; no caption is lost, other splits stay."""
-    splits = ["train"] * 50 + ["val"] * 5
-    images = [{"split": split, "sentences": [number]} for number, split in enumerate(splits)]
-    assert swap_captions(images, 0.2) == 10
-    captions = [image["sentences"][0] for image in images]
-    assert sorted(captions) == list(range(55))
-    assert sum(caption != number for number, caption in enumerate(captions)) == 10
-    assert captions[50:] == list(range(50, 55))
-
-
-def test_inverted_pictures(tmp_path):
-    (tmp_path / "toy" / "train").mkdir(parents=True)
-    Image.fromarray(np.full((2, 2, 3), (0, 100, 255), np.uint8)).save(tmp_path / "toy" / "train" / "a.png")
-    (tmp_path / "toy" / "data.json").write_text(json.dumps({}))
-    assert write_inverted(tmp_path / "toy", tmp_path / "out") == 1
-    assert np.asarray(Image.open(tmp_path / "out" / "train" / "a.png"))[0, 0].tolist() == [255, 155, 0]
-    assert (tmp_path / "out" / "data.json").exists()
 
 
 def test_region_features_are_those_of_two_feature_maps():
