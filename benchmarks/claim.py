@@ -32,6 +32,7 @@ class Comparison:
         metric: what is compared.
         within: for ``equal``, the difference that does not matter.
         baseline_regime: that of the baseline, where it is another one, such as a longer training.
+        study: the study that trains the runs, and so the kind of data.
     """
 
     regime: str
@@ -41,6 +42,7 @@ class Comparison:
     metric: str = "rsum"
     within: float = 0.0
     baseline_regime: str = ""
+    study: str = "claims"
 
     def __post_init__(self) -> None:
         one_of("expected", self.expected, EXPECTATIONS)
@@ -111,9 +113,8 @@ class Claim:
         title: in a few words.
         says: the claim, in our words.
         source: the paper, and the place in it.
-        study: the study that trains the runs.
-        comparisons: what has to hold.
-        rule: of the verdict, in words.
+        comparisons: what has to hold, on each kind of data that has any.
+        rule: of a verdict, in words.
         note: what a reader should know about the result.
         at_scale: by the name of the data set, how to run it with the configurations of the paper.
     """
@@ -124,9 +125,15 @@ class Claim:
     source: str
     comparisons: list[Comparison]
     rule: str = "all comparisons must be reproduced"
-    study: str = "claims"
     note: str = ""
     at_scale: dict[str, Scale] = field(default_factory=dict)
+
+    @property
+    def studies(self) -> list[str]:
+        return list(dict.fromkeys(comparison.study for comparison in self.comparisons))
+
+    def of_study(self, study: str) -> list[Comparison]:
+        return [comparison for comparison in self.comparisons if comparison.study == study]
 
     @classmethod
     def read(cls, file: Path) -> "Claim":

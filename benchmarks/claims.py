@@ -14,7 +14,8 @@ rule of its verdict. The comparisons are of runs that `python -m benchmarks.stud
 - not resolved otherwise, and
 - not run before all of its runs are there, which is no verdict.
 
-A claim is contradicted if one of its comparisons is, reproduced if all of them are, and not run if one is missing.
+A claim is contradicted if one of its comparisons is, reproduced if all of them are, and not run if one is missing. It
+has a verdict for each kind of data that its comparisons are of.
 
 `--results` prints the verdicts of runs of one's own, and writes nothing.
 
@@ -54,34 +55,47 @@ def results_of(study: str, folder: Path | None = None) -> Results:
     return Results(Study.read(STUDIES / f"{study}.yaml"), folder or RESULTS / study)
 
 
+def data_of(study: str) -> str:
+    return results_of(study).study.data
+
+
 def study_command(study: str) -> str:
     return f"python -m benchmarks.study {STUDIES / study}.yaml --work studies/{study}"
 
 
-def overview(claims: Sequence[Claim], found: dict[str, list[Finding]]) -> str:
-    """Return how many claims have which verdict, and the table of all claims in Markdown."""
-    verdicts = {claim.name: claim_verdict(found[claim.name]) for claim in claims}
-    numbers = Counter(verdicts.values())
-    counts = [f"{numbers[verdict]} {verdict}" for verdict in (REPRODUCED, CONTRADICTED, NOT_RESOLVED, NOT_RUN)]
-    rows = [f"{len(claims)} claims: {', '.join(counts)}.", ""]
-    rows += ["| of | claim | difference, interval | verdict |", "|---|---|---|---|"]
+Found = dict[str, dict[str, list[Finding]]]  # by the names of claim and study
+
+
+def overview(claims: Sequence[Claim], found: Found) -> str:
+    """Return how many claims have which verdict on each kind of data, and the table of all claims in Markdown."""
+    studies = list(dict.fromkeys(study for claim in claims for study in claim.studies))
+    counts = []
+    for study in studies:
+        verdicts = Counter(claim_verdict(of_claim[study]) for of_claim in found.values() if study in of_claim)
+        numbers = [f"{verdicts[verdict]} {verdict}" for verdict in (REPRODUCED, CONTRADICTED, NOT_RESOLVED, NOT_RUN)]
+        counts.append(f"{verdicts.total()} claims on {data_of(study)}: {', '.join(numbers)}.")
+    rows = [*counts, "", f"| of | claim | {' | '.join(map(data_of, studies))} |", f"|---|---|{'---|' * len(studies)}"]
     for claim in claims:
         link = f"[{claim.title}](#{heading_anchor(claim.title)})"
-        cells = [PAPERS[claim.name[:3]], link, summary(found[claim.name]), verdicts[claim.name]]
+        cells = [PAPERS[claim.name[:3]], link]
+        for study in studies:
+            cells.append(summary(found[claim.name].get(study, [])))
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
 def summary(found: Sequence[Finding]) -> str:
-    """Return the difference of a claim with one comparison, or how many of several are reproduced."""
-    verdicts = [finding.verdict for finding in found]
-    if set(verdicts) == {NOT_RUN}:
+    """Return the verdict, with the difference of one comparison or how many of several are reproduced."""
+    if not found:
         return ""
+    verdict = claim_verdict(found)
+    verdicts = [finding.verdict for finding in found]
     if NOT_RUN in verdicts:
-        return f"{len(found) - verdicts.count(NOT_RUN)} of {len(found)} comparisons run"
+        run = len(found) - verdicts.count(NOT_RUN)
+        return f"{verdict}: {run} of {len(found)} comparisons" if run else verdict
     if len(found) == 1:
-        return f"{METRICS[found[0].comparison.metric]} {interval_of(found[0])}"
-    return f"{verdicts.count(REPRODUCED)} of {len(found)} comparisons reproduced"
+        return f"{verdict}: {METRICS[found[0].comparison.metric]} {interval_of(found[0])}"
+    return f"{verdict}: {verdicts.count(REPRODUCED)} of {len(found)} comparisons"
 
 
 def interval_of(finding: Finding) -> str:
@@ -93,11 +107,12 @@ def digits_of(comparison: Comparison) -> int:
     return 3 if comparison.is_of_runs else 1
 
 
-def in_order(claims: Sequence[Claim], found: dict[str, list[Finding]]) -> list[Claim]:
+def in_order(claims: Sequence[Claim], found: Found) -> list[Claim]:
     """Return the claims as the page has them: those that were run first, and of these, those of this package."""
 
     def place(claim: Claim) -> tuple[bool, bool]:
-        return claim_verdict(found[claim.name]) == NOT_RUN, not claim.name.startswith("ours")
+        verdicts = {claim_verdict(of_study) for of_study in found[claim.name].values()}
+        return verdicts == {NOT_RUN}, not claim.name.startswith("ours")
 
     return sorted(claims, key=place)
 
@@ -107,17 +122,18 @@ def heading_anchor(title: str) -> str:
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
-def claim_section(claim: Claim, found: Sequence[Finding]) -> str:
+def claim_section(claim: Claim, found: dict[str, list[Finding]]) -> str:
     """Return what the page says about a claim."""
     parts = [f"### {claim.title}", f"{claim.says} ({claim.source}; `{claim.name}`)"]
-    rows = [
-        "| regime | comparison | metric | difference, interval | detectable | time | seeds | verdict |",
-        "|---|---|---|---|---:|---:|---:|---|",
-    ]
-    rows += [finding_row(finding) for finding in found]
-    parts.append("\n".join(rows))
-    parts.append(f"Verdict: **{claim_verdict(found)}**. Rule: {claim.rule}.")
-    parts.append(training_command(claim))
+    for study, of_study in found.items():
+        rows = [
+            f"| {data_of(study)} | comparison | metric | difference, interval | detectable | time | seeds | verdict |",
+            "|---|---|---|---|---:|---:|---:|---|",
+        ]
+        rows += [finding_row(finding) for finding in of_study]
+        parts.append("\n".join(rows))
+        parts.append(f"Verdict on {data_of(study)}: **{claim_verdict(of_study)}**. Rule: {claim.rule}.")
+        parts.append(training_command(claim.of_study(study), study))
     if claim.at_scale:
         scales = " or ".join(f"`--scale {name}`" for name in claim.at_scale)
         parts.append(f"At the size of the paper: `python -m benchmarks.claims --claim {claim.name}` with {scales}.")
@@ -127,15 +143,15 @@ def claim_section(claim: Claim, found: Sequence[Finding]) -> str:
     return "\n\n".join(parts)
 
 
-def training_command(claim: Claim) -> str:
-    """Return the command that trains the runs of a claim again, or that the study has no such regime."""
-    results = results_of(claim.study)
-    regimes = list(dict.fromkeys(regime for comparison in claim.comparisons for regime in comparison.regimes))
-    methods = list(dict.fromkeys(method for comparison in claim.comparisons for method in comparison.methods))
+def training_command(comparisons: Sequence[Comparison], study: str) -> str:
+    """Return the command that trains the runs of comparisons again, or that the study has no such regime."""
+    results = results_of(study)
+    regimes = list(dict.fromkeys(regime for comparison in comparisons for regime in comparison.regimes))
+    methods = list(dict.fromkeys(method for comparison in comparisons for method in comparison.methods))
     missing = [regime for regime in regimes if regime not in results.study.regimes]
     if missing:
         return f"The study has no regime {', '.join(missing)} yet."
-    command = f"{study_command(claim.study)} --results studies/own"
+    command = f"{study_command(study)} --results studies/own"
     command = f"`{command} --regimes {' '.join(regimes)} --methods {' '.join(methods)}`"
     hours = results.hours(regimes, methods)
     if hours == 0:
@@ -161,9 +177,14 @@ def origin(results: Results) -> str:
     return f"{len(outcomes)} runs in {results.hours():.1f} hours of processor time, at {'; '.join(makers)}"
 
 
-def findings_of(claims: Sequence[Claim], folder: Path | None = None) -> dict[str, list[Finding]]:
-    """Return what the runs say about each claim, by its name; those of a folder, or else of the repository."""
-    return {claim.name: findings(claim, results_of(claim.study, folder)) for claim in claims}
+def findings_of(claims: Sequence[Claim], folder: Path | None = None) -> Found:
+    """Return what the runs say about each claim on each kind of data; those of a folder, or else of the repository."""
+    found: Found = {}
+    for claim in claims:
+        found[claim.name] = {}
+        for study in claim.studies:
+            found[claim.name][study] = findings(claim.of_study(study), results_of(study, folder))
+    return found
 
 
 def write_page(claims: Sequence[Claim]) -> str:
@@ -174,7 +195,7 @@ def write_page(claims: Sequence[Claim]) -> str:
     parts = [INTRODUCTION.read_text().rstrip(), table, HOW_TO_READ_IT.read_text().rstrip(), "## Each claim"]
     parts += [claim_section(claim, found[claim.name]) for claim in claims]
     parts.append("## How the runs were made")
-    for study in dict.fromkeys(claim.study for claim in claims):
+    for study in dict.fromkeys(study for claim in claims for study in claim.studies):
         parts.append(
             f"`{study_command(study)}` trained {origin(results_of(study))}. "
             f"[All runs](studies/{study}/study.csv) and [all comparisons](studies/{study}/study.md) lie in "

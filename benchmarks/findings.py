@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 import torch
 from scipy.special import stdtrit
 
-from benchmarks.claim import Claim, Comparison
+from benchmarks.claim import Comparison
 from benchmarks.grid import Results
 from benchmarks.outcomes import Outcome
 from vl_plugins.retrieval import compare
@@ -52,12 +52,9 @@ class Finding:
     seeds: int = 0
 
 
-def findings(claim: Claim, results: Results) -> list[Finding]:
-    """Return what the runs say about each comparison of a claim.
-
-    The intervals of all comparisons that decide on a claim hold together (Bonferroni).
-    """
-    return [finding(comparison, results, len(claim.comparisons)) for comparison in claim.comparisons]
+def findings(comparisons: Sequence[Comparison], results: Results) -> list[Finding]:
+    """Return what the runs say about comparisons that decide on a claim; all intervals hold together (Bonferroni)."""
+    return [finding(comparison, results, len(comparisons)) for comparison in comparisons]
 
 
 def finding(comparison: Comparison, results: Results, comparisons: int) -> Finding:
@@ -122,7 +119,7 @@ def mean_seconds(outcomes: Sequence[Outcome]) -> float:
 
 
 def claim_verdict(found: Sequence[Finding]) -> str:
-    """Return the verdict on a claim, which is contradicted as soon as one of its comparisons is."""
+    """Return the verdict on a claim on one kind of data, which is contradicted as soon as one of its comparisons is."""
     verdicts = {finding.verdict for finding in found}
     for verdict in (CONTRADICTED, NOT_RUN, NOT_RESOLVED):
         if verdict in verdicts:

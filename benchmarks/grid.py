@@ -63,6 +63,7 @@ class Study:
     """What a study's file says.
 
     Attributes:
+        data: what is trained on, in words.
         prepare: commands that write data and the checkpoints to start from.
         rates: all learning rates that may be tried, from the lowest to the highest.
         trainers: by name.
@@ -74,6 +75,7 @@ class Study:
             results hold elsewhere.
     """
 
+    data: str
     prepare: list[str]
     rates: list[str]
     trainers: dict[str, Trainer]

@@ -11,7 +11,7 @@ import torch
 from benchmarks import at_scale, claims
 from benchmarks.at_scale import add_at_scale
 from benchmarks.claim import Claim, Comparison, Scale, find_claim, read_claims
-from benchmarks.claims import claim_section, results_of, summary
+from benchmarks.claims import claim_section, findings_of, overview, results_of, summary
 from benchmarks.findings import (
     CONTRADICTED,
     NOT_RESOLVED,
@@ -45,8 +45,8 @@ def test_every_paper_has_claims():
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
 def test_the_runs_of_a_claim_belong_to_its_study(claim):
     """Those of a regime that the study does not have are not run."""
-    study = Study.read(Path("benchmarks/studies") / f"{claim.study}.yaml")
     for comparison in claim.comparisons:
+        study = Study.read(Path("benchmarks/studies") / f"{comparison.study}.yaml")
         for regime, method in zip(comparison.regimes, (comparison.method, comparison.baseline), strict=True):
             if regime in study.regimes:
                 assert method in {name for cell in study.cells if cell.regime == regime for name in cell.all_methods}
@@ -156,10 +156,11 @@ def test_equal_trainings_are_equal():
 @pytest.mark.parametrize(
     ("methods", "text"),
     [
-        (["method"], r"RSUM \+10"),
-        (["method", "baseline"], "1 of 2 comparisons reproduced"),
-        (["method", "absent"], "1 of 2 comparisons run"),
-        (["absent"], "$"),
+        (["method"], r"reproduced: RSUM \+10"),
+        (["method", "baseline"], "not resolved: 1 of 2 comparisons"),
+        (["method", "absent"], "not run: 1 of 2 comparisons"),
+        (["absent"], "not run$"),
+        ([], "$"),
     ],
 )
 def test_the_summary_of_a_claim(methods, text):
@@ -203,14 +204,26 @@ CLAIM = Claim(
 
 def test_the_section_of_a_claim():
     runs = {"method": outcomes(20, 3), "baseline": outcomes(10, 3)}
-    section = claim_section(CLAIM, findings(CLAIM, FakeResults(runs)))
+    section = claim_section(CLAIM, {"claims": findings(CLAIM.comparisons, FakeResults(runs))})
+    assert "| drawn scenes | comparison | metric |" in section
     assert "Somebody says so. (a paper, Table 1; `001-test`)" in section
     assert "| frozen | `method` > `baseline` | RSUM | +1" in section
     assert "| 2.00 | 3 | reproduced |" in section
     assert "| frozen | `method` > `absent` | RSUM | | | | | not run |" in section
     assert "--work studies/claims --results studies/own --regimes frozen --methods method baseline absent`" in section
     assert "At the size of the paper: `python -m benchmarks.claims --claim 001-test` with `--scale coco`." in section
-    assert "Verdict: **not run**. Rule: all comparisons must be reproduced." in section
+    assert "Verdict on drawn scenes: **not run**. Rule: all comparisons must be reproduced." in section
+
+
+def test_a_claim_has_a_verdict_for_each_kind_of_data():
+    """Each with the intervals of its own comparisons."""
+    found = findings_of([find_claim("ours-clip")])
+    assert list(found["ours-clip"]) == ["claims", "clipart", "stamps"]
+    section = claim_section(find_claim("ours-clip"), found["ours-clip"])
+    assert "Verdict on drawn scenes: **reproduced**." in section
+    assert "Verdict on stamps: **not resolved**." in section
+    heading, *_ = overview([find_claim("ours-clip")], found).partition("| this package")[0].splitlines()[-2:]
+    assert heading == "| of | claim | drawn scenes | clip art | stamps |"
 
 
 def evaluation(**changes):
@@ -228,7 +241,7 @@ def test_results_at_scale_are_kept_and_shown(tmp_path, monkeypatch):
     monkeypatch.setattr(at_scale, "AT_SCALE", tmp_path / "at_scale")
     (tmp_path / "own.json").write_text(evaluation())
     assert json.loads(add_at_scale(CLAIM, "coco", tmp_path / "own.json").read_text())["claim"] == "001-test"
-    assert "- `unified` against `clip`, RSUM: +4.0 [+1.0, +7.0]" in claim_section(CLAIM, [])
+    assert "- `unified` against `clip`, RSUM: +4.0 [+1.0, +7.0]" in claim_section(CLAIM, {})
 
 
 @pytest.mark.parametrize(

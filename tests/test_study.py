@@ -31,6 +31,7 @@ from vl_plugins.retrieval.comparison import BlockedQueries
 CLAIMS = Path("benchmarks/studies/claims.yaml")
 
 CONTENT = {
+    "data": "toys",
     "prepare": ["prepare {work}"],
     "rates": ["1e-4", "1e-3", "1e-2", "1e-1", "1"],
     "trainers": {
