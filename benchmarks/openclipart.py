@@ -72,20 +72,21 @@ def words(text: str) -> str:
 
 def read_drawing(root: Path, path: Path) -> Drawing:
     """Read the metadata of an ``.svg`` file."""
-    parts: dict[str, str] = {}
-    keywords: list[str] = []
-    for element in ElementTree.parse(root / path).iter():
-        if element.tag.endswith("}Work"):
-            for part in element:
-                name = part.tag.rpartition("}")[2]
-                parts[name] = " ".join(" ".join(part.itertext()).split())
-            entries = [keyword.text or "" for keyword in element.iter(KEYWORD_TAG)]
-            keywords = [words(entry) for entry in entries if not entry.startswith("0x")]
-            break
-    kept = [keyword for keyword in dict.fromkeys(keywords) if keyword and not EMPTY_WORDS & set(keyword.split())]
-    description = parts.get("description", "")
+    elements = ElementTree.parse(root / path).iter()
+    work = next((element for element in elements if element.tag.endswith("}Work")), ElementTree.Element("none"))
+    texts = {"title": "", "description": ""}
+    for part in work:
+        texts[part.tag.rpartition("}")[2]] = " ".join(" ".join(part.itertext()).split())
+    keywords = []
+    for entry in work.iter(KEYWORD_TAG):
+        text = entry.text or ""
+        keyword = words(text)
+        if keyword and not text.startswith("0x") and not EMPTY_WORDS & set(keyword.split()):
+            keywords.append(keyword)
+    title = words(OF_AUTHOR.sub("", texts["title"]))
+    description = texts["description"]
     sentence = "" if NO_SENTENCE.search(description) else words(description.partition(".")[0])
-    return Drawing(path, words(OF_AUTHOR.sub("", parts.get("title", ""))), tuple(kept), sentence)
+    return Drawing(path, title, tuple(dict.fromkeys(keywords)), sentence)
 
 
 def picture_names(drawings: Sequence[Drawing]) -> dict[Drawing, str]:
@@ -132,7 +133,8 @@ def chosen_captions(names: dict[Drawing, str]) -> dict[Drawing, list[str]]:
 
 def read_picture(path: Path) -> Image.Image | None:
     """Read a picture, on white and in a square; None if its file is too large."""
-    with warnings.catch_warnings(category=Image.DecompressionBombWarning, action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         try:
             picture = Image.open(path)
         except Image.DecompressionBombError:
