@@ -4,8 +4,10 @@ In 3.x the trainer calls a model, and then a loss, and batches are pairs. In 4.x
 batches that are mappings. Its modules import functions by name, so a replacement is put into the module that calls it.
 """
 
+import itertools
+import os
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import timm.optim
@@ -24,15 +26,18 @@ __all__ = [
     "Replacement",
     "batch_of",
     "data_parallel",
+    "epochs_replacement",
     "evaluated",
     "has_scaler",
     "is_logged",
+    "latest_checkpoint",
     "loss_replacement",
     "optimizer_replacements",
     "reading_replacements",
     "saving_replacement",
     "texts_of",
     "trained_model",
+    "weights_of",
 ]
 
 HAS_TASKS = hasattr(trainer, "create_task")
@@ -44,6 +49,8 @@ READS_SAMPLE_KEYS = hasattr(host_data, "JsonCaptionExtractor")
 
 ZERO_SHOT = "zero_shot_eval_all" if hasattr(train, "zero_shot_eval_all") else "zero_shot_eval"
 """The function of ``open_clip_train.train`` that makes the first metrics of a validation."""
+
+host_latest_checkpoint = trainer.get_latest_checkpoint
 
 
 class Replacement(NamedTuple):
@@ -89,6 +96,38 @@ def has_scaler(args: Namespace) -> bool:
         return args.precision in ("amp", "fp16", "pure_fp16")
     has_none_on_cpu = torch.device(args.device).type == "cpu" and torch.__version__ < "2.3"
     return args.precision == "amp" and not has_none_on_cpu
+
+
+def weights_of(model: Any) -> dict[str, Any]:
+    """Return the entries of the trainer's checkpoints for the weights of what it evaluates.
+
+    A sharded model is gathered, for which all processes call this.
+    """
+    if HAS_TASKS:
+        return dict(model.state_dict())
+    # A compiled model has other names.
+    return {"state_dict": getattr(model, "_orig_mod", model).state_dict()}
+
+
+def latest_checkpoint(folder: str, remote: bool = False) -> str | None:
+    """Return the checkpoint of a folder that ``--resume latest`` continues: never ``best.pt``, which has no optimizer.
+
+    Names of epochs come after ``best.pt``, so the trainer names it only where there is no other.
+    """
+    file = host_latest_checkpoint(folder, remote=remote)
+    is_best = file is not None and os.path.basename(file) == "best.pt"
+    return None if is_best else file
+
+
+def epochs_replacement(args: Namespace) -> Replacement:
+    """Let the trainer read ``args.epochs`` before each epoch: a smaller number ends the training as usual."""
+
+    def epochs(start: int, *end: int) -> Iterable[int]:
+        if not end:  # it counts something else
+            return range(start)
+        return itertools.takewhile(lambda epoch: epoch < args.epochs, range(start, *end))
+
+    return Replacement(trainer, "range", epochs)
 
 
 def loss_replacement(loss: nn.Module) -> Replacement:

@@ -18,6 +18,7 @@ from vl_plugins import __version__
 from vl_plugins.errors import MALFORMED_CONTENT, UserError, user_errors
 from vl_plugins.integrations.open_clip.checkpoints import read_checkpoint, read_params
 from vl_plugins.integrations.open_clip.flags import KINDS, SAMPLE_KEYS, default_options, flag, options_given
+from vl_plugins.integrations.open_clip.host import latest_checkpoint
 from vl_plugins.registry import check_registered, find, options_of
 
 __all__ = ["ResumedRun", "check_fits", "describe_settings", "load_optimizer", "read_resumed_run", "settings_of"]
@@ -25,6 +26,9 @@ __all__ = ["ResumedRun", "check_fits", "describe_settings", "load_optimizer", "r
 # What is compared, and how. A run that changes one of these is another experiment.
 COMPONENTS = ("loss", "miner", "reducer", "distance", "head")
 READER = ("captions_per_image", "shuffle_window", "caption_lines", "caption_fields", *SAMPLE_KEYS)
+# These are compared, too, but nothing is wrong if they change.
+RATES = ("head_lr",)
+ENDING = ("save_best", "patience")
 
 # Options of which the log tells only values that are not the default.
 SELDOM_SET = ("products", "global_labels", "embedding_reg_weight", "collect_stats", "gather_across_devices")
@@ -74,7 +78,7 @@ class ResumedRun(NamedTuple):
         if adopted:
             lines.append(f"--resume {self.file}: {' '.join(adopted)} of the run, with its options, is used")
         given_options, defaults = options_given(args), default_options()
-        for name in (*READER, "head_lr"):
+        for name in (*READER, *RATES, *ENDING):
             recorded = self.settings.get(name, getattr(defaults, name))
             chosen = getattr(args, name)
             if name not in given_options:
@@ -132,7 +136,7 @@ def settings_of(args: Namespace) -> dict[str, Any]:
     settings: dict[str, Any] = {"version": __version__}
     for kind in KINDS:
         settings |= {kind: getattr(args, kind), f"{kind}_kwargs": getattr(args, f"{kind}_kwargs")}
-    settings |= {name: getattr(args, name) for name in (*READER, "head_lr")}
+    settings |= {name: getattr(args, name) for name in (*READER, *RATES, *ENDING)}
     if args.loss is not None:
         settings["loss_kwargs"] = {**_plain_defaults(args.loss), **args.loss_kwargs}
     return settings
@@ -183,7 +187,7 @@ def read_resumed_run(args: Namespace) -> ResumedRun | None:
             latest = os.path.join(folder, trainer.LATEST_CHECKPOINT_NAME)
             file = latest if os.path.exists(latest) else None
         else:
-            file = trainer.get_latest_checkpoint(folder, remote=False)
+            file = latest_checkpoint(folder)
     if file in (None, "latest") or "://" in file or os.path.isdir(file):  # a folder is a sharded checkpoint of 4.x
         return None
     with user_errors(f"--resume {file}: it holds no weights", *MALFORMED_CONTENT):
@@ -197,8 +201,8 @@ def read_resumed_run(args: Namespace) -> ResumedRun | None:
     return ResumedRun(file, content, params or None)
 
 
-def check_fits(run_file: str, content: Any, model: nn.Module) -> None:
-    """Raise ``UserError`` if a checkpoint of ``--resume`` does not fit the model."""
+def check_fits(run_file: str, content: Any, model: nn.Module, *, trains: bool = False) -> None:
+    """Raise ``UserError`` if a checkpoint of ``--resume`` does not fit the model, or a training cannot continue it."""
     epoch = content.get("epoch", 0)
     if not isinstance(epoch, int) or epoch < 0:
         raise UserError(f"--resume {run_file}: its epoch must be a number, got {epoch!r}")
@@ -217,6 +221,11 @@ def check_fits(run_file: str, content: Any, model: nn.Module) -> None:
         if weights[name].shape != weight.shape and not weights[name].numel() == weight.numel() == 1:  # of FSDP (1,)
             sizes = f"{tuple(weights[name].shape)} in the file, {tuple(weight.shape)} in the model"
             raise UserError(f"--resume {run_file}: it is of another model: size mismatch of {name}: {sizes}")
+    if trains and "epoch" in content and "optimizer" not in content:
+        raise UserError(
+            f"--resume {run_file}: it has no state of an optimizer, as best.pt has none: resume an epoch's checkpoint, "
+            "or start a new run from these weights by --pretrained"
+        )
 
 
 def _plain_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
