@@ -249,6 +249,14 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="RATE",
         help="learning rate of the heads and of the loss's own parameters (default: that of --lr)",
     )
+    for tower in ("image", "text"):
+        help_of_rate = f"learning rate of the {tower} tower (default: that of --lr)"
+        group.add_argument(f"--{tower}-lr", type=float, metavar="RATE", help=help_of_rate)
+    names = [name for action in parser._actions for name in action.option_strings]
+    for tower in ("image", "text"):
+        if f"--{tower}-layer-decay" not in names:  # which open_clip 4.x has
+            help_of_decay = f"multiply the rate of the {tower} tower by F for each layer further down, such as 0.7"
+            group.add_argument(f"--{tower}-layer-decay", type=float, metavar="F", help=help_of_decay)
     group.add_argument(
         "--captions-per-image",
         type=lambda value: int(value) if value.isdigit() else value,
@@ -287,7 +295,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="stop when more than this share of the images cannot be read (default: %(default)s)",
     )
-    names = [name for action in parser._actions for name in action.option_strings]
     if "--max-image-pixels" not in names:  # which open_clip 4.x has
         add_max_image_pixels(group)
     if "--text-key" not in names:  # which open_clip 4.x has

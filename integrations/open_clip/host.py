@@ -161,7 +161,10 @@ class _TorchOfTrainer:
 
 
 def optimizer_replacements(split: Callable[[Optimizer], None]) -> list[Replacement]:
-    """Let ``split`` change the groups of each new optimizer, and the schedule respect the ``lr_scale`` of a group."""
+    """Let ``split`` change the groups of each new optimizer, and the schedule respect the ``lr_scale`` of a group.
+
+    The log has the rate of the first group.
+    """
 
     def and_split(create: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
         def create_and_split(*given: Any, **options: Any) -> Optimizer:
@@ -172,7 +175,10 @@ def optimizer_replacements(split: Callable[[Optimizer], None]) -> list[Replaceme
         return create_and_split
 
     if HAS_TASKS:
-        return [Replacement(trainer, "create_optimizer", and_split(trainer.create_optimizer))]
+        return [
+            Replacement(trainer, "create_optimizer", and_split(trainer.create_optimizer)),
+            Replacement(train, "get_learning_rate", lambda optimizer: float(optimizer.param_groups[0]["lr"])),
+        ]
     return [
         Replacement(trainer, "optim", Namespace(AdamW=and_split(torch.optim.AdamW))),
         Replacement(timm.optim, "create_optimizer_v2", and_split(timm.optim.create_optimizer_v2)),

@@ -19,15 +19,23 @@ from vl_plugins.errors import MALFORMED_CONTENT, UserError, user_errors
 from vl_plugins.integrations.open_clip.checkpoints import read_checkpoint, read_params
 from vl_plugins.integrations.open_clip.flags import KINDS, SAMPLE_KEYS, default_options, flag, options_given
 from vl_plugins.integrations.open_clip.host import latest_checkpoint
+from vl_plugins.integrations.open_clip.rates import OWN_RATES, RATES
 from vl_plugins.registry import check_registered, find, options_of
 
-__all__ = ["ResumedRun", "check_fits", "describe_settings", "load_optimizer", "read_resumed_run", "settings_of"]
+__all__ = [
+    "ResumedRun",
+    "check_fits",
+    "describe_settings",
+    "has_settings",
+    "load_optimizer",
+    "read_resumed_run",
+    "settings_of",
+]
 
 # What is compared, and how. A run that changes one of these is another experiment.
 COMPONENTS = ("loss", "miner", "reducer", "distance", "head")
 READER = ("captions_per_image", "shuffle_window", "caption_lines", "caption_fields", *SAMPLE_KEYS)
 # These are compared, too, but nothing is wrong if they change.
-RATES = ("head_lr",)
 ENDING = ("save_best", "patience")
 
 # Options of which the log tells only values that are not the default.
@@ -85,10 +93,12 @@ class ResumedRun(NamedTuple):
                 setattr(args, name, recorded)
             elif chosen != recorded:
                 lines.append(f"--resume {self.file}: {flag(name)} {chosen} in place of {recorded}")
-        if args.head_lr is not None and self.settings.get("head_lr") is None:
-            raise UserError(
-                f"--resume {self.file}: this run has one learning rate for all, so --head-lr needs a new run"
-            )
+        for name in RATES:
+            if getattr(args, name) is not None and self.settings.get(name) is None:
+                raise UserError(
+                    f"--resume {self.file}: this run has no {flag(name)}, which splits the groups of the optimizer, so "
+                    "it needs a new run"
+                )
         version = self.settings.get("version", "0.3")
         is_of_our_reader = self.settings.get("captions_per_image") is not None
         if is_of_our_reader and version.split(".")[:2] != __version__.split(".")[:2]:
@@ -140,6 +150,11 @@ def settings_of(args: Namespace) -> dict[str, Any]:
     if args.loss is not None:
         settings["loss_kwargs"] = {**_plain_defaults(args.loss), **args.loss_kwargs}
     return settings
+
+
+def has_settings(args: Namespace) -> bool:
+    """Return whether an option is given that a checkpoint must hold; others are as plain open_clip writes them."""
+    return any(getattr(args, option) is not None for option in ("loss", "head", "save_best", *OWN_RATES))
 
 
 def describe_settings(args: Namespace) -> str:
@@ -246,8 +261,8 @@ def load_optimizer(optimizer: Optimizer, state: Any, *, subject: str) -> None:
         options = [dict(group) for group in optimizer.param_groups]
         load_state_dict(optimizer, state)
         for before, group in zip(options, optimizer.param_groups, strict=True):
-            if "lr_scale" in before:
-                group["lr_scale"] = before["lr_scale"]  # of the flags, which may be others than those of the run
+            if "lr_scale" in before:  # of the flags, which may be others than those of the run
+                group["lr_scale"], group["lr"] = before["lr_scale"], before["lr"]
             for name, value in before.items():
                 if name != "params" and not _alike(group[name], value):
                     raise ValueError(f"{name} is {group[name]!r}")

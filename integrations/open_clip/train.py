@@ -37,11 +37,12 @@ from vl_plugins.integrations.open_clip.host import Replacement
 from vl_plugins.integrations.open_clip.loss import LEARNED, build_loss
 from vl_plugins.integrations.open_clip.models import has_schema
 from vl_plugins.integrations.open_clip.pictures import image_opener
-from vl_plugins.integrations.open_clip.rates import split_groups
+from vl_plugins.integrations.open_clip.rates import OWN_RATES, split_groups
 from vl_plugins.integrations.open_clip.resume import (
     ResumedRun,
     check_fits,
     describe_settings,
+    has_settings,
     load_optimizer,
     read_resumed_run,
     settings_of,
@@ -194,13 +195,13 @@ class _Launch:
             replacements.append(Replacement(trainer, "train_one_epoch", train_one_epoch))
         if self.loss is not None:
             replacements.append(host.loss_replacement(self.loss))
-        if args.head_lr is not None:
+        if any(getattr(args, option) is not None for option in OWN_RATES):
             replacements += host.optimizer_replacements(self.split_groups)
         return replacements
 
     def split_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the heads and the loss the rate of ``--head-lr``."""
-        split_groups(optimizer, self.model, self.args.head_lr / self.args.lr)
+        """Give the parts of the model their rates."""
+        split_groups(optimizer, self.model, self.args)
 
     def create_model(self, name: str, pretrained: str | None, **options: Any) -> tuple[Any, ...]:
         """Return what open_clip makes, with the heads of ``--head`` and the loss's parameters as parts of the model."""
@@ -288,7 +289,7 @@ class _Launch:
     def add_entries(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return a checkpoint of open_clip with what :meth:`load` needs."""
         checkpoint = separated_checkpoint(checkpoint)
-        if self.args.loss or self.args.head or self.best is not None:
+        if has_settings(self.args):
             checkpoint["args"] = made_with(self.args, self.loss) | settings_of(self.args)
         if self.best is not None:
             checkpoint |= self.best.entry

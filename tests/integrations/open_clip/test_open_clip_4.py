@@ -49,11 +49,24 @@ TRAININGS = {
     "first": ["--captions-per-image", "first", *SGD, "--lr", "1e-1"],
     "first-vlc": ["--captions-per-image", "first", "--loss", "vlc", *SGD, "--lr", "5e-2"],
     "learned": ["--loss", "siglip", "--captions-per-image", "random", "--loss-kwargs", "learn_bias=True", *SGD],
+    "rates": [
+        *UNIFIED,
+        "--head",
+        "linear",
+        "--head-lr",
+        "4e-3",
+        "--image-lr",
+        "2e-3",
+        "--text-layer-decay",
+        "0.5",
+        *SGD,
+    ],
     "resumed": ["--loss", "triplet_hn", "--loss-kwargs", "warmup_steps=6", "--captions-per-image", "random"],
 }
 # Its best epoch lies between the first and the last one.
 BEST = [*FLAGS, "--loss", "unified", "--captions-per-image", "random", "--validate-first", "--lr", "3e-3"]
 BEST += ["--train-num-samples", "8", "--epochs", "6", "--save-best", "image_to_text_mean_rank", "--patience", "2"]
+BEST += ["--image-lr", "2e-3", "--text-layer-decay", "0.9"]
 
 
 make_model = open_clip.create_model_and_transforms
@@ -118,6 +131,7 @@ def test_training_is_that_of_3(name, trained):
     for epoch, expected in read_results(trained["3"], name).items():
         assert rows[epoch] == pytest.approx(expected, abs=1e-4)
     log = (folder / "logs" / name / "out.log").read_text()
+    assert "rates" not in name or re.findall(r"LR: (\S+)", log)[0] == "0.001000"
     assert log.count("Train Epoch: 0") == (2 if "accum" in name else 4)
     assert ("Training with the loss of vl_plugins" in log) is (name not in ("no-loss", "first"))
 
