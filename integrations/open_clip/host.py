@@ -29,6 +29,7 @@ __all__ = [
     "epochs_replacement",
     "evaluated",
     "has_scaler",
+    "images_of",
     "is_logged",
     "latest_checkpoint",
     "loss_replacement",
@@ -64,6 +65,11 @@ class Replacement(NamedTuple):
 def batch_of(images: Tensor, texts: Tensor) -> Any:
     """Return a batch as the trainer takes it."""
     return {"image": images, "text": texts} if HAS_TASKS else (images, texts)
+
+
+def images_of(batch: Any) -> Tensor:
+    """Return the pictures of a batch of open_clip's reader."""
+    return batch["image"] if isinstance(batch, Mapping) else batch[0]
 
 
 def texts_of(batch: Any) -> Tensor:

@@ -35,6 +35,11 @@ from vl_plugins.integrations.open_clip.flags import DEFAULT_METRIC
 from vl_plugins.integrations.open_clip.heads import add_heads
 from vl_plugins.integrations.open_clip.host import Replacement
 from vl_plugins.integrations.open_clip.loss import LEARNED, build_loss
+from vl_plugins.integrations.open_clip.mistakes import (
+    mistakes_of_captions,
+    mistakes_of_images,
+    mistakes_of_settings,
+)
 from vl_plugins.integrations.open_clip.models import has_schema
 from vl_plugins.integrations.open_clip.pictures import image_opener
 from vl_plugins.integrations.open_clip.rates import OWN_RATES, split_groups
@@ -48,6 +53,7 @@ from vl_plugins.integrations.open_clip.resume import (
     settings_of,
 )
 from vl_plugins.integrations.open_clip.steps import Steps
+from vl_plugins.integrations.open_clip.tokens import CountingTokenizer
 from vl_plugins.integrations.open_clip.trained_loss import attach_loss, joined_checkpoint, separated_checkpoint
 
 __all__ = ["train"]
@@ -138,6 +144,8 @@ class _Launch:
             self.best = BestCheckpoint(args, self.add_entries, write_checkpoint)
         self.tokenizer: Any = None
         self.is_validated = False
+        self.training_steps = 0  # known with the data
+        self.counting_tokenizer: CountingTokenizer | None = None
 
     @property
     def continues(self) -> bool:
@@ -149,10 +157,30 @@ class _Launch:
     def get_data(self, *given: Any, tokenizer: Any = None, **options: Any) -> dict[str, Any]:
         """Return the data of both readers."""
         self.tokenizer = tokenizer
+        if self.loss is not None:
+            self.counting_tokenizer = tokenizer = CountingTokenizer(tokenizer, self.args.batch_size)
+            options["look_at_start"] = self.log_mistakes
         options |= {"tokenizer": tokenizer, "host_get_data": self.host_get_data}
         leaves_out = self.loss is not None and not self.loss.one_set
         options |= {"splits": self.splits, "steps": self.steps, "leaves_out_equal_captions": leaves_out}
-        return data.get_data(*given, **options)
+        splits = data.get_data(*given, **options)
+        if "train" in splits:
+            self.training_steps = splits["train"].dataloader.num_batches // self.args.accum_freq * self.args.epochs
+        return splits
+
+    def log_mistakes(self, images: torch.Tensor, texts: torch.Tensor) -> None:
+        """Log what is certainly wrong with a training, by its flags and its first batch."""
+        if not is_master(self.args):
+            return
+        assert self.counting_tokenizer is not None  # there is a loss
+        captions, cut = self.counting_tokenizer.counts
+        lines = [
+            *mistakes_of_settings(self.args, self.training_steps, self.model),
+            *mistakes_of_captions(captions, cut, texts.shape[1], self.args),
+            *mistakes_of_images(images, self.model.visual.preprocess_cfg["mean"], self.args),
+        ]
+        for line in lines:
+            logging.warning(line)
 
     def validate_and_train(self, train_one_epoch: Callable, model: Any, data: Any, *given: Any, **options: Any) -> None:
         """Train an epoch, and before the first one validate, as epoch 0."""
@@ -161,6 +189,8 @@ class _Launch:
             with generators_kept():  # so that the training is as it is without
                 writer = options.get("tb_writer")
                 trainer.evaluate(host.evaluated(model), data, 0, self.args, tb_writer=writer, tokenizer=self.tokenizer)
+            if self.counting_tokenizer is not None:
+                self.counting_tokenizer.restart()
         train_one_epoch(model, data, *given, **options)
 
     def evaluate(self, model: Any, data: Any, epoch: int, args: Namespace, **options: Any) -> dict[str, float]:
