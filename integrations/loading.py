@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch import nn
 
-from vl_plugins.errors import MALFORMED_CONTENT, UserError, one_of, reason, require, user_errors
+from vl_plugins.errors import MALFORMED_CONTENT, UserError, one_of, reason, require, user_errors, warn_of_input
 
 __all__ = ["AUTOCAST", "INPUTS", "OTHER_FORMATS", "PRECISIONS", "load_model", "read_torch_file"]
 
@@ -76,14 +76,23 @@ def load_model(
 
 
 def find_checkpoint(checkpoint: str | Path) -> str | Path:
-    """Return the checkpoint of a run folder: ``best.pt``, or the newest one; other names stay as they are."""
+    """Return the checkpoint of a run folder: the best one, or where there is none the newest.
+
+    Other names stay as they are. A warning says that it is the best one.
+    """
     folder = Path(checkpoint)
     if not folder.is_dir():
         return checkpoint
     # epoch_9, epoch_10, epoch_latest
     epochs = sorted(folder.glob("checkpoints/epoch_*.pt"), key=lambda file: (len(file.name), file.name))
-    found = [file for file in (folder / "latest.pt", *epochs, folder / "best.pt") if file.is_file()]
-    return found[-1] if found else folder / "best.pt"
+    for best in (folder / "checkpoints/best.pt", folder / "best.pt"):
+        if best.is_file():
+            warn_of_input(f"{folder}: its best checkpoint is taken, {best}; for another one, name the file")
+            return best
+    for file in (*reversed(epochs), folder / "latest.pt"):
+        if file.is_file():
+            return file
+    return folder / "best.pt"
 
 
 def read_torch_file(file: str | os.PathLike) -> Any:

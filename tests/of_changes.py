@@ -48,7 +48,7 @@ TESTS = {
     "integrations/open_clip/checks.py": ("tests/integrations/open_clip/test_wrong_input.py",),
     "integrations/open_clip/clip_loss.py": ("tests/integrations/open_clip/test_retrieval_clip_loss.py",),
     "integrations/open_clip/host.py": ("tests/integrations/open_clip/test_matrix.py",),
-    "integrations/open_clip/rates.py": ("tests/integrations/open_clip/test_trained_loss.py",),
+    "integrations/open_clip/tokens.py": ("tests/integrations/open_clip/test_mistakes.py",),
     "integrations/open_clip/steps.py": ("tests/integrations/open_clip/test_data.py",),
     "integrations/open_clip/resume.py": ("tests/integrations/open_clip/test_resuming.py",),
     "integrations/open_clip/train.py": ("tests/integrations/open_clip/test_failures.py",),

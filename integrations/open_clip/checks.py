@@ -9,9 +9,11 @@ from open_clip_train.distributed import world_info_from_env
 from torch import nn
 
 from vl_plugins.data import Collection
-from vl_plugins.errors import UserError, user_errors
+from vl_plugins.errors import UserError, number, one_of, user_errors
 from vl_plugins.integrations.open_clip.flags import KINDS, check_refusals, flag
 from vl_plugins.integrations.open_clip.models import add_model_config, check_model
+from vl_plugins.integrations.open_clip.rates import OWN_RATES, RATES
+from vl_plugins.integrations.open_clip.validation import metric_names
 
 __all__ = ["check_classes", "check_flags", "check_parameters"]
 
@@ -35,6 +37,8 @@ def check_flags(args: Namespace) -> None:
     _check_components(args)
     if args.validate_first and not (args.train_data and args.val_data):
         raise UserError("--validate-first needs --train-data and --val-data")
+    _check_best(args)
+    _check_rates(args)
     if args.loss:
         _check_loss(args)
     elif args.captions_per_image not in (None, "first", "random", 1):
@@ -42,6 +46,33 @@ def check_flags(args: Namespace) -> None:
             f"--captions-per-image {args.captions_per_image} needs --loss, such as unified: open_clip's own loss "
             "compares each image with one caption"
         )
+
+
+def _check_best(args: Namespace) -> None:
+    """Check ``--save-best`` and ``--patience``, which an evaluation without training does not use."""
+    if args.save_best is None or (args.resume and not args.train_data):
+        return
+    check_refusals(args, "--save-best")
+    names = metric_names(args)
+    if not (args.train_data and names):
+        raise UserError("--save-best and --patience need --train-data, and --val-data that are validated")
+    one_of("metric of --save-best", args.save_best, names)
+    if args.patience is not None:
+        with user_errors("--patience"):
+            number("patience", args.patience, least=1, kind=int)
+
+
+def _check_rates(args: Namespace) -> None:
+    for option in RATES:
+        value = getattr(args, option)
+        if value is None:
+            continue
+        with user_errors(flag(option)):
+            number(option, value, above=0)
+        if option in OWN_RATES and not args.lr > 0:
+            raise UserError(f"{flag(option)} is scheduled as --lr is, which must be above 0, got {args.lr}")
+        if option.endswith("decay") and value > 1:
+            raise UserError(f"{flag(option)} {value}: lower layers would be trained faster; take a number up to 1")
 
 
 def _check_components(args: Namespace) -> None:

@@ -14,6 +14,7 @@ import pandas
 from open_clip_train import data as host_data
 from open_clip_train.data import DataInfo
 from open_clip_train.distributed import is_master, world_info_from_env
+from torch import Tensor
 
 from vl_plugins.data import (
     CaptionRule,
@@ -34,7 +35,7 @@ from vl_plugins.data.shard_names import expand_braces
 from vl_plugins.data.table_collection import TableCollection, check_exists
 from vl_plugins.errors import UserError, number, user_errors
 from vl_plugins.integrations.open_clip.flags import IMAGE_KEY, OURS, SAMPLE_KEYS, check_refusals, flag, options_given
-from vl_plugins.integrations.open_clip.host import READS_SAMPLE_KEYS, batch_of, is_logged, texts_of
+from vl_plugins.integrations.open_clip.host import READS_SAMPLE_KEYS, batch_of, images_of, is_logged, texts_of
 from vl_plugins.integrations.open_clip.steps import Steps, pad_id_of, token_ids
 
 ROWS_COUNTED = 100_000  # of a table, to find out whether images have several captions
@@ -62,9 +63,18 @@ class TrainingData:
         steps: where to note them.
         args: open_clip's options.
         pad_id: token that open_clip's reader fills up texts with, which gives ids of its texts; None for no ids.
+        look_at_start: is called with the images and texts of the first batch, before it is trained on.
     """
 
-    def __init__(self, data: DataInfo, steps: Steps, args: Namespace, pad_id: int | None = None):
+    def __init__(
+        self,
+        data: DataInfo,
+        steps: Steps,
+        args: Namespace,
+        pad_id: int | None = None,
+        look_at_start: Callable[[Tensor, Tensor], None] | None = None,
+    ):
+        self.look_at_start = look_at_start
         self.data, self.steps, self.args, self.epoch, self.pad_id = data, steps, args, 0, pad_id
         self.dataloader, self.is_ours = self, isinstance(data.sampler, CaptionSampler)
         self.num_batches, self.num_samples = data.dataloader.num_batches, data.dataloader.num_samples
@@ -90,6 +100,9 @@ class TrainingData:
                 batch = batch_of(images, texts)
             elif self.pad_id is not None:
                 self.steps.batches.append({"ref_ids": token_ids(texts_of(batch), self.pad_id)})
+            if self.look_at_start is not None:
+                self.look_at_start(images_of(batch), texts_of(batch))
+                self.look_at_start = None
             yield batch
 
 
@@ -282,6 +295,7 @@ def get_data(
     splits: dict[str, Collection],
     steps: Steps,
     leaves_out_equal_captions: bool | None = None,
+    look_at_start: Callable[[Tensor, Tensor], None] | None = None,
     **options: Any,
 ) -> dict[str, DataInfo]:
     """Return the data of the trainer, in place of ``open_clip_train.data.get_data``.
@@ -293,6 +307,7 @@ def get_data(
         steps: of the training.
         leaves_out_equal_captions: whether the loss takes equal captions of several images for no negatives; by default,
             if it is one of ``--loss``.
+        look_at_start: of :class:`TrainingData`.
     """
     if leaves_out_equal_captions is None:
         leaves_out_equal_captions = args.loss is not None
@@ -314,7 +329,7 @@ def get_data(
     if "train" in data and ("train_data" in splits or args.loss):
         has_texts = args.loss and args.dataset_type != "synthetic"  # whose texts are all equal
         pad_id = pad_id_of(tokenizer) if has_texts else None
-        data["train"] = TrainingData(data["train"], steps, args, pad_id)
+        data["train"] = TrainingData(data["train"], steps, args, pad_id, look_at_start)
     if "val_data" in splits:
         dataset = ShardDataset(splits["val_data"], preprocess_fns[1], tokenizer, max_image_pixels=args.max_image_pixels)
         # FSDP's processes encode together, so all encode everything.

@@ -21,7 +21,17 @@ from vl_plugins.integrations.command_lines import (
 )
 from vl_plugins.registry import check_registered
 
-__all__ = ["KINDS", "REFUSALS", "Refusal", "check_refusals", "default_options", "flag", "options_given", "parse_args"]
+__all__ = [
+    "DEFAULT_METRIC",
+    "KINDS",
+    "REFUSALS",
+    "Refusal",
+    "check_refusals",
+    "default_options",
+    "flag",
+    "options_given",
+    "parse_args",
+]
 
 EXAMPLES = (
     "python -m vl_plugins.integrations.open_clip \\\n"
@@ -49,6 +59,10 @@ KINDS = {
     ),
 }
 """Components by the flag that names one, with its help and that of the flag of its options, ``--<kind>-kwargs``."""
+
+
+DEFAULT_METRIC = "rsum"
+"""By which ``--save-best`` chooses an epoch."""
 
 
 class Refusal(NamedTuple):
@@ -82,6 +96,7 @@ REFUSALS = (
     Refusal("--captions-per-image", ("use_naflex",), "our reader gives pictures of one size"),
     Refusal("--captions-per-image", ("json_text_key_probs",), "our reader chooses among the captions of an image"),
     Refusal("--captions-per-image", ("text_pad_multiple",), "our reader pads texts to the context length"),
+    Refusal("--save-best", ("fsdp_checkpoint",), "a sharded checkpoint does not hold which epoch was the best"),
 )
 """Some of the options exist in some versions of open_clip only."""
 
@@ -234,6 +249,14 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="RATE",
         help="learning rate of the heads and of the loss's own parameters (default: that of --lr)",
     )
+    for tower in ("image", "text"):
+        help_of_rate = f"learning rate of the {tower} tower (default: that of --lr)"
+        group.add_argument(f"--{tower}-lr", type=float, metavar="RATE", help=help_of_rate)
+    names = [name for action in parser._actions for name in action.option_strings]
+    for tower in ("image", "text"):
+        if f"--{tower}-layer-decay" not in names:  # which open_clip 4.x has
+            help_of_decay = f"multiply the rate of the {tower} tower by F for each layer further down, such as 0.7"
+            group.add_argument(f"--{tower}-layer-decay", type=float, metavar="F", help=help_of_decay)
     group.add_argument(
         "--captions-per-image",
         type=lambda value: int(value) if value.isdigit() else value,
@@ -272,7 +295,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="stop when more than this share of the images cannot be read (default: %(default)s)",
     )
-    names = [name for action in parser._actions for name in action.option_strings]
     if "--max-image-pixels" not in names:  # which open_clip 4.x has
         add_max_image_pixels(group)
     if "--text-key" not in names:  # which open_clip 4.x has
@@ -281,6 +303,20 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--validate-first",
         action="store_true",
         help="validate before the first step of a new run, too, as epoch 0",
+    )
+    group.add_argument(
+        "--save-best",
+        nargs="?",
+        const=DEFAULT_METRIC,
+        metavar="METRIC",
+        help=f"keep the weights of the epoch with the best validation in checkpoints/best.pt: by {DEFAULT_METRIC}, or "
+        "another name of results.jsonl; losses and ranks are best when they are small",
+    )
+    group.add_argument(
+        "--patience",
+        type=int,
+        metavar="N",
+        help="end the training after N validations in a row that were not better than the best one; with --save-best",
     )
     group.add_argument(
         "--allow-other-loss",

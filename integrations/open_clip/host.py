@@ -4,8 +4,10 @@ In 3.x the trainer calls a model, and then a loss, and batches are pairs. In 4.x
 batches that are mappings. Its modules import functions by name, so a replacement is put into the module that calls it.
 """
 
+import itertools
+import os
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import timm.optim
@@ -24,15 +26,19 @@ __all__ = [
     "Replacement",
     "batch_of",
     "data_parallel",
+    "epochs_replacement",
     "evaluated",
     "has_scaler",
+    "images_of",
     "is_logged",
+    "latest_checkpoint",
     "loss_replacement",
     "optimizer_replacements",
     "reading_replacements",
     "saving_replacement",
     "texts_of",
     "trained_model",
+    "weights_of",
 ]
 
 HAS_TASKS = hasattr(trainer, "create_task")
@@ -44,6 +50,8 @@ READS_SAMPLE_KEYS = hasattr(host_data, "JsonCaptionExtractor")
 
 ZERO_SHOT = "zero_shot_eval_all" if hasattr(train, "zero_shot_eval_all") else "zero_shot_eval"
 """The function of ``open_clip_train.train`` that makes the first metrics of a validation."""
+
+host_latest_checkpoint = trainer.get_latest_checkpoint
 
 
 class Replacement(NamedTuple):
@@ -57,6 +65,11 @@ class Replacement(NamedTuple):
 def batch_of(images: Tensor, texts: Tensor) -> Any:
     """Return a batch as the trainer takes it."""
     return {"image": images, "text": texts} if HAS_TASKS else (images, texts)
+
+
+def images_of(batch: Any) -> Tensor:
+    """Return the pictures of a batch of open_clip's reader."""
+    return batch["image"] if isinstance(batch, Mapping) else batch[0]
 
 
 def texts_of(batch: Any) -> Tensor:
@@ -91,6 +104,38 @@ def has_scaler(args: Namespace) -> bool:
     return args.precision == "amp" and not has_none_on_cpu
 
 
+def weights_of(model: Any) -> dict[str, Any]:
+    """Return the entries of the trainer's checkpoints for the weights of what it evaluates.
+
+    A sharded model is gathered, for which all processes call this.
+    """
+    if HAS_TASKS:
+        return dict(model.state_dict())
+    # A compiled model has other names.
+    return {"state_dict": getattr(model, "_orig_mod", model).state_dict()}
+
+
+def latest_checkpoint(folder: str, remote: bool = False) -> str | None:
+    """Return the checkpoint of a folder that ``--resume latest`` continues: never ``best.pt``, which has no optimizer.
+
+    Names of epochs come after ``best.pt``, so the trainer names it only where there is no other.
+    """
+    file = host_latest_checkpoint(folder, remote=remote)
+    is_best = file is not None and os.path.basename(file) == "best.pt"
+    return None if is_best else file
+
+
+def epochs_replacement(args: Namespace) -> Replacement:
+    """Let the trainer read ``args.epochs`` before each epoch: a smaller number ends the training as usual."""
+
+    def epochs(start: int, *end: int) -> Iterable[int]:
+        if not end:  # it counts something else
+            return range(start)
+        return itertools.takewhile(lambda epoch: epoch < args.epochs, range(start, *end))
+
+    return Replacement(trainer, "range", epochs)
+
+
 def loss_replacement(loss: nn.Module) -> Replacement:
     """Let the trainer take a loss in place of its own."""
     if not HAS_TASKS:
@@ -122,7 +167,10 @@ class _TorchOfTrainer:
 
 
 def optimizer_replacements(split: Callable[[Optimizer], None]) -> list[Replacement]:
-    """Let ``split`` change the groups of each new optimizer, and the schedule respect the ``lr_scale`` of a group."""
+    """Let ``split`` change the groups of each new optimizer, and the schedule respect the ``lr_scale`` of a group.
+
+    The log has the rate of the first group.
+    """
 
     def and_split(create: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
         def create_and_split(*given: Any, **options: Any) -> Optimizer:
@@ -133,7 +181,10 @@ def optimizer_replacements(split: Callable[[Optimizer], None]) -> list[Replaceme
         return create_and_split
 
     if HAS_TASKS:
-        return [Replacement(trainer, "create_optimizer", and_split(trainer.create_optimizer))]
+        return [
+            Replacement(trainer, "create_optimizer", and_split(trainer.create_optimizer)),
+            Replacement(train, "get_learning_rate", lambda optimizer: float(optimizer.param_groups[0]["lr"])),
+        ]
     return [
         Replacement(trainer, "optim", Namespace(AdamW=and_split(torch.optim.AdamW))),
         Replacement(timm.optim, "create_optimizer_v2", and_split(timm.optim.create_optimizer_v2)),

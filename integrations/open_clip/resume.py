@@ -18,13 +18,25 @@ from vl_plugins import __version__
 from vl_plugins.errors import MALFORMED_CONTENT, UserError, user_errors
 from vl_plugins.integrations.open_clip.checkpoints import read_checkpoint, read_params
 from vl_plugins.integrations.open_clip.flags import KINDS, SAMPLE_KEYS, default_options, flag, options_given
+from vl_plugins.integrations.open_clip.host import latest_checkpoint
+from vl_plugins.integrations.open_clip.rates import OWN_RATES, RATES
 from vl_plugins.registry import check_registered, find, options_of
 
-__all__ = ["ResumedRun", "check_fits", "describe_settings", "load_optimizer", "read_resumed_run", "settings_of"]
+__all__ = [
+    "ResumedRun",
+    "check_fits",
+    "describe_settings",
+    "has_settings",
+    "load_optimizer",
+    "read_resumed_run",
+    "settings_of",
+]
 
 # What is compared, and how. A run that changes one of these is another experiment.
 COMPONENTS = ("loss", "miner", "reducer", "distance", "head")
 READER = ("captions_per_image", "shuffle_window", "caption_lines", "caption_fields", *SAMPLE_KEYS)
+# These are compared, too, but nothing is wrong if they change.
+ENDING = ("save_best", "patience")
 
 # Options of which the log tells only values that are not the default.
 SELDOM_SET = ("products", "global_labels", "embedding_reg_weight", "collect_stats", "gather_across_devices")
@@ -74,17 +86,19 @@ class ResumedRun(NamedTuple):
         if adopted:
             lines.append(f"--resume {self.file}: {' '.join(adopted)} of the run, with its options, is used")
         given_options, defaults = options_given(args), default_options()
-        for name in (*READER, "head_lr"):
+        for name in (*READER, *RATES, *ENDING):
             recorded = self.settings.get(name, getattr(defaults, name))
             chosen = getattr(args, name)
             if name not in given_options:
                 setattr(args, name, recorded)
             elif chosen != recorded:
                 lines.append(f"--resume {self.file}: {flag(name)} {chosen} in place of {recorded}")
-        if args.head_lr is not None and self.settings.get("head_lr") is None:
-            raise UserError(
-                f"--resume {self.file}: this run has one learning rate for all, so --head-lr needs a new run"
-            )
+        for name in RATES:
+            if getattr(args, name) is not None and self.settings.get(name) is None:
+                raise UserError(
+                    f"--resume {self.file}: this run has no {flag(name)}, which splits the groups of the optimizer, so "
+                    "it needs a new run"
+                )
         version = self.settings.get("version", "0.3")
         is_of_our_reader = self.settings.get("captions_per_image") is not None
         if is_of_our_reader and version.split(".")[:2] != __version__.split(".")[:2]:
@@ -132,10 +146,15 @@ def settings_of(args: Namespace) -> dict[str, Any]:
     settings: dict[str, Any] = {"version": __version__}
     for kind in KINDS:
         settings |= {kind: getattr(args, kind), f"{kind}_kwargs": getattr(args, f"{kind}_kwargs")}
-    settings |= {name: getattr(args, name) for name in (*READER, "head_lr")}
+    settings |= {name: getattr(args, name) for name in (*READER, *RATES, *ENDING)}
     if args.loss is not None:
         settings["loss_kwargs"] = {**_plain_defaults(args.loss), **args.loss_kwargs}
     return settings
+
+
+def has_settings(args: Namespace) -> bool:
+    """Return whether an option is given that a checkpoint must hold; others are as plain open_clip writes them."""
+    return any(getattr(args, option) is not None for option in ("loss", "head", "save_best", *OWN_RATES))
 
 
 def describe_settings(args: Namespace) -> str:
@@ -183,7 +202,7 @@ def read_resumed_run(args: Namespace) -> ResumedRun | None:
             latest = os.path.join(folder, trainer.LATEST_CHECKPOINT_NAME)
             file = latest if os.path.exists(latest) else None
         else:
-            file = trainer.get_latest_checkpoint(folder, remote=False)
+            file = latest_checkpoint(folder)
     if file in (None, "latest") or "://" in file or os.path.isdir(file):  # a folder is a sharded checkpoint of 4.x
         return None
     with user_errors(f"--resume {file}: it holds no weights", *MALFORMED_CONTENT):
@@ -197,8 +216,8 @@ def read_resumed_run(args: Namespace) -> ResumedRun | None:
     return ResumedRun(file, content, params or None)
 
 
-def check_fits(run_file: str, content: Any, model: nn.Module) -> None:
-    """Raise ``UserError`` if a checkpoint of ``--resume`` does not fit the model."""
+def check_fits(run_file: str, content: Any, model: nn.Module, *, trains: bool = False) -> None:
+    """Raise ``UserError`` if a checkpoint of ``--resume`` does not fit the model, or a training cannot continue it."""
     epoch = content.get("epoch", 0)
     if not isinstance(epoch, int) or epoch < 0:
         raise UserError(f"--resume {run_file}: its epoch must be a number, got {epoch!r}")
@@ -217,6 +236,11 @@ def check_fits(run_file: str, content: Any, model: nn.Module) -> None:
         if weights[name].shape != weight.shape and not weights[name].numel() == weight.numel() == 1:  # of FSDP (1,)
             sizes = f"{tuple(weights[name].shape)} in the file, {tuple(weight.shape)} in the model"
             raise UserError(f"--resume {run_file}: it is of another model: size mismatch of {name}: {sizes}")
+    if trains and "epoch" in content and "optimizer" not in content:
+        raise UserError(
+            f"--resume {run_file}: it has no state of an optimizer, as best.pt has none: resume an epoch's checkpoint, "
+            "or start a new run from these weights by --pretrained"
+        )
 
 
 def _plain_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -237,8 +261,8 @@ def load_optimizer(optimizer: Optimizer, state: Any, *, subject: str) -> None:
         options = [dict(group) for group in optimizer.param_groups]
         load_state_dict(optimizer, state)
         for before, group in zip(options, optimizer.param_groups, strict=True):
-            if "lr_scale" in before:
-                group["lr_scale"] = before["lr_scale"]  # of the flags, which may be others than those of the run
+            if "lr_scale" in before:  # of the flags, which may be others than those of the run
+                group["lr_scale"], group["lr"] = before["lr_scale"], before["lr"]
             for name, value in before.items():
                 if name != "params" and not _alike(group[name], value):
                     raise ValueError(f"{name} is {group[name]!r}")

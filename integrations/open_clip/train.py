@@ -28,23 +28,32 @@ from vl_plugins.data.randomness import generators_kept
 from vl_plugins.errors import MALFORMED_CONTENT, user_errors
 from vl_plugins.integrations.loading import OTHER_FORMATS
 from vl_plugins.integrations.open_clip import data, host, validation
+from vl_plugins.integrations.open_clip.best import BestCheckpoint
 from vl_plugins.integrations.open_clip.checkpoints import LOGIT_BIAS, load_weights, made_with, read_checkpoint
 from vl_plugins.integrations.open_clip.checks import check_classes, check_flags, check_parameters
+from vl_plugins.integrations.open_clip.flags import DEFAULT_METRIC
 from vl_plugins.integrations.open_clip.heads import add_heads
 from vl_plugins.integrations.open_clip.host import Replacement
 from vl_plugins.integrations.open_clip.loss import LEARNED, build_loss
+from vl_plugins.integrations.open_clip.mistakes import (
+    mistakes_of_captions,
+    mistakes_of_images,
+    mistakes_of_settings,
+)
 from vl_plugins.integrations.open_clip.models import has_schema
 from vl_plugins.integrations.open_clip.pictures import image_opener
-from vl_plugins.integrations.open_clip.rates import split_groups
+from vl_plugins.integrations.open_clip.rates import OWN_RATES, split_groups
 from vl_plugins.integrations.open_clip.resume import (
     ResumedRun,
     check_fits,
     describe_settings,
+    has_settings,
     load_optimizer,
     read_resumed_run,
     settings_of,
 )
 from vl_plugins.integrations.open_clip.steps import Steps
+from vl_plugins.integrations.open_clip.tokens import CountingTokenizer
 from vl_plugins.integrations.open_clip.trained_loss import attach_loss, joined_checkpoint, separated_checkpoint
 
 __all__ = ["train"]
@@ -71,6 +80,8 @@ def train(args: Namespace) -> int:
     """
     resumed = read_resumed_run(args) if args.resume else None
     notes = [] if resumed is None else resumed.settle(args)
+    if args.patience is not None and args.save_best is None:
+        args.save_best = DEFAULT_METRIC
     if args.loss and "://" in (args.resume or ""):
         notes.append(
             f"--resume {args.resume}: of a URL, the loss and the reader of the run are not compared with yours"
@@ -95,7 +106,10 @@ def train(args: Namespace) -> int:
     if args.train_data and getattr(args, "save_logs", False):
         run = shlex.quote(os.path.join(args.logs, args.name))
         shards = shlex.quote(args.val_data) if args.val_data else "SHARDS"
-        logging.info(f"To evaluate the last epoch: vl-plugins evaluate --checkpoint {run} --shards {shards}")
+        epoch = "last" if launch.best is None else "best"
+        logging.info(f"To evaluate the {epoch} epoch: vl-plugins evaluate --checkpoint {run} --shards {shards}")
+        if launch.best is not None:
+            logging.info(launch.best.last_line())
     return 0
 
 
@@ -124,8 +138,14 @@ class _Launch:
         self.splits = data.read_splits(args)
         check_classes(args, self.splits)
         self.host_get_data = trainer.get_data
+        self.host_evaluate = trainer.evaluate
+        self.best: BestCheckpoint | None = None
+        if args.save_best is not None and args.train_data:
+            self.best = BestCheckpoint(args, self.add_entries, write_checkpoint)
         self.tokenizer: Any = None
         self.is_validated = False
+        self.training_steps = 0  # known with the data
+        self.counting_tokenizer: CountingTokenizer | None = None
 
     @property
     def continues(self) -> bool:
@@ -137,10 +157,30 @@ class _Launch:
     def get_data(self, *given: Any, tokenizer: Any = None, **options: Any) -> dict[str, Any]:
         """Return the data of both readers."""
         self.tokenizer = tokenizer
+        if self.loss is not None:
+            self.counting_tokenizer = tokenizer = CountingTokenizer(tokenizer, self.args.batch_size)
+            options["look_at_start"] = self.log_mistakes
         options |= {"tokenizer": tokenizer, "host_get_data": self.host_get_data}
         leaves_out = self.loss is not None and not self.loss.one_set
         options |= {"splits": self.splits, "steps": self.steps, "leaves_out_equal_captions": leaves_out}
-        return data.get_data(*given, **options)
+        splits = data.get_data(*given, **options)
+        if "train" in splits:
+            self.training_steps = splits["train"].dataloader.num_batches // self.args.accum_freq * self.args.epochs
+        return splits
+
+    def log_mistakes(self, images: torch.Tensor, texts: torch.Tensor) -> None:
+        """Log what is certainly wrong with a training, by its flags and its first batch."""
+        if not is_master(self.args):
+            return
+        assert self.counting_tokenizer is not None  # there is a loss
+        captions, cut = self.counting_tokenizer.counts
+        lines = [
+            *mistakes_of_settings(self.args, self.training_steps, self.model),
+            *mistakes_of_captions(captions, cut, texts.shape[1], self.args),
+            *mistakes_of_images(images, self.model.visual.preprocess_cfg["mean"], self.args),
+        ]
+        for line in lines:
+            logging.warning(line)
 
     def validate_and_train(self, train_one_epoch: Callable, model: Any, data: Any, *given: Any, **options: Any) -> None:
         """Train an epoch, and before the first one validate, as epoch 0."""
@@ -149,7 +189,16 @@ class _Launch:
             with generators_kept():  # so that the training is as it is without
                 writer = options.get("tb_writer")
                 trainer.evaluate(host.evaluated(model), data, 0, self.args, tb_writer=writer, tokenizer=self.tokenizer)
+            if self.counting_tokenizer is not None:
+                self.counting_tokenizer.restart()
         train_one_epoch(model, data, *given, **options)
+
+    def evaluate(self, model: Any, data: Any, epoch: int, args: Namespace, **options: Any) -> dict[str, float]:
+        """Evaluate an epoch, and compare it with those before."""
+        metrics = validation.evaluate(model, data, epoch, args, host_evaluate=self.host_evaluate, **options)
+        if self.best is not None:
+            self.best.compare(metrics, epoch, model)
+        return metrics
 
     def replacements(self) -> list[Replacement]:
         """Return what is replaced while the trainer runs."""
@@ -162,7 +211,9 @@ class _Launch:
             Replacement(trainer, "parse_args", lambda argv: args),
             Replacement(trainer, "create_model_and_transforms", self.create_model),
             Replacement(trainer, "get_data", self.get_data),
-            Replacement(trainer, "evaluate", partial(validation.evaluate, host_evaluate=trainer.evaluate)),
+            Replacement(trainer, "evaluate", self.evaluate),
+            Replacement(trainer, "get_latest_checkpoint", host.latest_checkpoint),
+            host.epochs_replacement(args),
             *host.reading_replacements(self.load),
             host.saving_replacement(self.save),
             host.data_parallel(),
@@ -174,13 +225,13 @@ class _Launch:
             replacements.append(Replacement(trainer, "train_one_epoch", train_one_epoch))
         if self.loss is not None:
             replacements.append(host.loss_replacement(self.loss))
-        if args.head_lr is not None:
+        if any(getattr(args, option) is not None for option in OWN_RATES):
             replacements += host.optimizer_replacements(self.split_groups)
         return replacements
 
     def split_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the heads and the loss the rate of ``--head-lr``."""
-        split_groups(optimizer, self.model, self.args.head_lr / self.args.lr)
+        """Give the parts of the model their rates."""
+        split_groups(optimizer, self.model, self.args)
 
     def create_model(self, name: str, pretrained: str | None, **options: Any) -> tuple[Any, ...]:
         """Return what open_clip makes, with the heads of ``--head`` and the loss's parameters as parts of the model."""
@@ -243,30 +294,45 @@ class _Launch:
     def load(self, file: str, map_location: Any = "cpu") -> Any:
         """Read the checkpoint of ``--resume``, in place of open_clip's ``pt_load``."""
         if "://" in file:
-            return joined_checkpoint(pt_load(file, map_location))
-        is_read = self.resumed is not None and self.resumed.file == file
-        content = self.resumed.content if is_read else read_checkpoint(file)  # type: ignore[union-attr]
-        content = joined_checkpoint(content)
-        check_fits(file, content, self.model)
+            content = joined_checkpoint(pt_load(file, map_location))
+        else:
+            is_read = self.resumed is not None and self.resumed.file == file
+            content = self.resumed.content if is_read else read_checkpoint(file)  # type: ignore[union-attr]
+            content = joined_checkpoint(content)
+            check_fits(file, content, self.model, trains=bool(self.args.train_data))
+        if self.best is not None and "epoch" in content:
+            self.best.resume(content, file)
         return content
 
     def save(self, obj: Any, f: Any, *given: Any, **options: Any) -> None:
         """Save a file completely or not at all, in place of ``torch.save``.
 
-        A checkpoint also says what made the model, and what trained it.
+        A checkpoint also says what made the model, what trained it, and which epoch was the best.
         """
         if not isinstance(f, (str, os.PathLike)):
             torch.save(obj, f, *given, **options)
             return
         if isinstance(obj, dict) and "epoch" in obj:
-            obj = separated_checkpoint(obj)
-            if self.args.loss or self.args.head:
-                obj["args"] = made_with(self.args, self.loss) | settings_of(self.args)
-        file = Path(os.path.realpath(f))  # a link stays, and the file that it names is replaced
-        partial_file = file.parent / ".partial" / Path(f).name  # the same name, which torch writes into the file
-        with user_errors(f"cannot write {f}", RuntimeError):  # torch raises one if the disk is full
-            partial_file.parent.mkdir(exist_ok=True)
-            torch.save(obj, partial_file, *given, **options)
-            os.replace(partial_file, file)
-            with suppress(OSError):  # it is not empty if a killed process left a file
-                partial_file.parent.rmdir()
+            obj = self.add_entries(obj)
+        write_checkpoint(obj, f, *given, **options)
+
+    def add_entries(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return a checkpoint of open_clip with what :meth:`load` needs."""
+        checkpoint = separated_checkpoint(checkpoint)
+        if has_settings(self.args):
+            checkpoint["args"] = made_with(self.args, self.loss) | settings_of(self.args)
+        if self.best is not None:
+            checkpoint |= self.best.entry
+        return checkpoint
+
+
+def write_checkpoint(checkpoint: Any, f: str | os.PathLike, *given: Any, **options: Any) -> None:
+    """Write a file by ``torch.save``, completely or not at all."""
+    file = Path(os.path.realpath(f))  # a link stays, and the file that it names is replaced
+    partial_file = file.parent / ".partial" / Path(f).name  # the same name, which torch writes into the file
+    with user_errors(f"cannot write {f}", RuntimeError):  # torch raises one if the disk is full
+        partial_file.parent.mkdir(exist_ok=True)
+        torch.save(checkpoint, partial_file, *given, **options)
+        os.replace(partial_file, file)
+        with suppress(OSError):  # it is not empty if a killed process left a file
+            partial_file.parent.rmdir()

@@ -11,9 +11,13 @@ from open_clip_train import train
 
 from vl_plugins.data import EvaluationBatch, ShardDataset, read_batches
 from vl_plugins.integrations.encoding import encode_batches, retrieval_metrics
+from vl_plugins.integrations.open_clip.flags import DEFAULT_METRIC
 from vl_plugins.integrations.open_clip.host import ZERO_SHOT, trained_model
 
-__all__ = ["evaluate"]
+__all__ = ["evaluate", "metric_names"]
+
+# Metrics of open_clip's zero-shot evaluation by its options.
+ZERO_SHOT_NAMES = {"imagenet_val": "imagenet-zeroshot-val", "imagenet_v2": "imagenetv2-zeroshot-val"}
 
 
 def evaluate(
@@ -22,7 +26,8 @@ def evaluate(
     """Evaluate in place of open_clip's ``evaluate``, which reports our metrics with those of its zero-shot evaluation.
 
     All processes encode their share of our data. Without ``--loss``, vectors also have open_clip's ``clip_val_loss``,
-    of images with their first captions. Without ``--captions-per-image``, nothing is changed.
+    of images with their first captions. Without ``--captions-per-image``, open_clip's metrics of pairs stay as they
+    are, but for an ``rsum`` where ``--save-best`` chooses by it.
 
     Args:
         model, data, epoch, args, options: as open_clip gives them; a task in 4.x in place of the model.
@@ -31,7 +36,7 @@ def evaluate(
     Raises:
         UserError: the data cannot be read, or an embedding is not finite.
     """
-    if args.captions_per_image is None or "val" not in data:
+    if "val" not in data or (args.captions_per_image is None and args.save_best != DEFAULT_METRIC):
         return host_evaluate(model, data, epoch, args, **options)
     if not isinstance(getattr(data["val"].dataloader, "dataset", None), ShardDataset):
         with mock.patch.object(train, "get_clip_metrics", _with_rsum(train.get_clip_metrics)):
@@ -48,6 +53,29 @@ def evaluate(
     del splits["val"]
     with mock.patch.object(train, ZERO_SHOT, zero_shot_and_retrieval):
         return host_evaluate(model, splits, epoch, args, **options)
+
+
+def metric_names(args: Namespace) -> list[str]:
+    """Return the names of the metrics that validations have in ``results.jsonl``, as far as the flags tell.
+
+    Only names matter, so two pairs are measured in place of the data.
+    """
+    names: list[str] = []
+    pairs = torch.eye(2)
+    if args.val_data and args.val_frequency:
+        if args.captions_per_image is None or args.val_data.startswith("pipe:"):
+            names += _with_rsum(train.get_clip_metrics)(pairs, pairs, torch.ones([]))
+            names.append("clip_val_loss")
+        else:
+            batch = EvaluationBatch(pairs, pairs, torch.arange(2), start=0)
+            names += retrieval_metrics(torch.nn.Module(), [batch])
+            if not args.loss:
+                names.append("clip_val_loss")
+    if args.zeroshot_frequency:
+        for option, name in ZERO_SHOT_NAMES.items():
+            if getattr(args, option):
+                names += [f"{name}-top1", f"{name}-top5"]
+    return [name for name in names if not name.startswith("num_")]
 
 
 def _validate(model: Any, loader: Any, args: Namespace) -> dict[str, float]:

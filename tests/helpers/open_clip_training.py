@@ -1,6 +1,7 @@
 """Short trainings of a small model by the launcher for open_clip, and what they leave."""
 
 import json
+import operator
 import os
 import subprocess
 import sys
@@ -64,6 +65,10 @@ def read_checkpoint(folder, epoch=1, name="run"):
     return torch.load(folder / "logs" / name / "checkpoints" / f"epoch_{epoch}.pt", weights_only=True)
 
 
+def read_best(folder, name="run"):
+    return torch.load(folder / "logs" / name / "checkpoints/best.pt", weights_only=True)
+
+
 def read_results(folder, name="run"):
     """Return the metrics by epoch; one that was interrupted after its validation is in the file twice."""
     lines = (folder / "logs" / name / "checkpoints" / "results.jsonl").read_text().splitlines()
@@ -100,3 +105,16 @@ def assert_equal_nested(actual, expected):
         assert torch.equal(actual, expected)
     else:
         assert actual == expected
+
+
+def best_and_end(values, metric, patience):
+    """Return the best epoch and the last one, by a loop over the values of an uninterrupted training."""
+    is_better = operator.gt if metric == "rsum" else operator.lt
+    best, end = 0, len(values) - 1
+    for epoch, value in enumerate(values):
+        if is_better(value, values[best]):
+            best = epoch
+        if epoch - best >= patience:
+            end = epoch
+            break
+    return best, end

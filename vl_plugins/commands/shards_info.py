@@ -20,7 +20,10 @@ def register(actions: argparse._SubParsersAction) -> None:
         parser = actions.add_parser(name, help=summary, examples=examples, description=description)
         shards = "folder of shards, or shards such as coco-train-{000000..000113}.tar; a path, or an fsspec URL"
         parser.add_argument("shards", nargs="+", metavar="SHARDS", help=shards)
-        if run is not _info:
+        if run is _info:
+            longer = "also count the captions that are longer than the context of this open_clip model, which cuts them"
+            parser.add_argument("--model", metavar="NAME", help=longer)
+        else:
             add_engine(parser, "read")
         add_caption_rule(parser)
         if run is _index:
@@ -119,8 +122,37 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _info(arguments: argparse.Namespace) -> int:
     from vl_plugins.data import inspect_shards
 
-    print(json.dumps(inspect_shards(_find_shards(arguments), _rule(arguments)), indent=2))
+    shards = _find_shards(arguments)
+    statistics = inspect_shards(shards, _rule(arguments))
+    if arguments.model is not None:
+        for split, counts in _cut_captions(shards, arguments).items():
+            statistics[split]["longer_than_context"] = counts
+    print(json.dumps(statistics, indent=2))
     return 0
+
+
+def _cut_captions(shards: Sequence[str], arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return by split how many captions the tokenizer of a model cuts."""
+    from vl_plugins.data import read_collection
+    from vl_plugins.data.shard_names import split_of
+    from vl_plugins.errors import require
+
+    open_clip = require("open_clip", extra="open-clip")
+    from vl_plugins.integrations.open_clip.models import check_model
+    from vl_plugins.integrations.open_clip.tokens import cut_captions
+
+    check_model(arguments.model)
+    tokenizer = open_clip.get_tokenizer(arguments.model)
+    length = tokenizer([""]).shape[1]
+    shards_of_split: dict[str, list[str]] = {}
+    for shard in shards:
+        shards_of_split.setdefault(split_of(shard), []).append(shard)
+    counts = {}
+    for split, of_split in shards_of_split.items():
+        captions = read_collection(of_split, caption_lines=_rule(arguments)).captions
+        number = cut_captions(tokenizer, captions, length)
+        counts[split] = {"context_length": length, "number": number, "share": number / len(captions)}
+    return counts
 
 
 # Function, help and description of each subcommand.

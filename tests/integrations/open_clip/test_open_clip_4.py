@@ -20,7 +20,10 @@ from PIL import Image
 from tests.helpers.open_clip_training import (
     LAUNCH,
     TINY,
+    assert_equal_nested,
+    best_and_end,
     in_float64,
+    read_best,
     read_checkpoint,
     read_results,
     run,
@@ -46,8 +49,24 @@ TRAININGS = {
     "first": ["--captions-per-image", "first", *SGD, "--lr", "1e-1"],
     "first-vlc": ["--captions-per-image", "first", "--loss", "vlc", *SGD, "--lr", "5e-2"],
     "learned": ["--loss", "siglip", "--captions-per-image", "random", "--loss-kwargs", "learn_bias=True", *SGD],
+    "rates": [
+        *UNIFIED,
+        "--head",
+        "linear",
+        "--head-lr",
+        "4e-3",
+        "--image-lr",
+        "2e-3",
+        "--text-layer-decay",
+        "0.5",
+        *SGD,
+    ],
     "resumed": ["--loss", "triplet_hn", "--loss-kwargs", "warmup_steps=6", "--captions-per-image", "random"],
 }
+# Its best epoch lies between the first and the last one.
+BEST = [*FLAGS, "--loss", "unified", "--captions-per-image", "random", "--validate-first", "--lr", "3e-3"]
+BEST += ["--train-num-samples", "8", "--epochs", "6", "--save-best", "image_to_text_mean_rank", "--patience", "2"]
+BEST += ["--image-lr", "2e-3", "--text-layer-decay", "0.9"]
 
 
 make_model = open_clip.create_model_and_transforms
@@ -65,6 +84,10 @@ def train_all(version, data):
     # The warm-up of six steps ends in the second epoch of four.
     flags = [*FLAGS, *data, *TRAININGS["resumed"], "--name", "resumed", "--epochs", "2", "--resume", "latest"]
     assert main(flags) == 0
+    resumed = ["--name", "best-resumed", "--resume", "logs/best/checkpoints/epoch_2.pt"]
+    for flags in (["--name", "best"], resumed):
+        logging.getLogger().handlers.clear()
+        assert main([*BEST, *data, *flags]) == 0
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +131,7 @@ def test_training_is_that_of_3(name, trained):
     for epoch, expected in read_results(trained["3"], name).items():
         assert rows[epoch] == pytest.approx(expected, abs=1e-4)
     log = (folder / "logs" / name / "out.log").read_text()
+    assert "rates" not in name or re.findall(r"LR: (\S+)", log)[0] == "0.001000"
     assert log.count("Train Epoch: 0") == (2 if "accum" in name else 4)
     assert ("Training with the loss of vl_plugins" in log) is (name not in ("no-loss", "first"))
 
@@ -171,6 +195,26 @@ def test_parameters_of_a_loss(trained):
         assert list(checkpoint["trained_loss"]) == ["trained_loss.bias"]
         assert checkpoint["trained_loss"]["trained_loss.bias"] != -10
         assert not any("trained_loss" in name for name in checkpoint["state_dict"])
+
+
+def test_the_best_epoch(trained):
+    """It is that of the rows, where the training ends, and that of a resumed training."""
+    folder = trained["4"]
+    rows = read_results(folder, "best")
+    values = [row["image_to_text_mean_rank"] for row in rows.values()]
+    best, end = best_and_end(values, "image_to_text_mean_rank", 2)
+    assert [*rows] == [*range(end + 1)]
+    assert end > 2
+    files = {}
+    for name in ("best", "best-resumed"):
+        last = read_checkpoint(folder, end, name)
+        files[name] = [{**last, "name": None}, {**read_best(folder, name), "name": None}]
+    assert_equal_nested(files["best-resumed"], files["best"])
+    last, saved = files["best"]
+    assert (saved["epoch"], last["best"]["epoch"]) == (best, best)
+    assert last.keys() - saved.keys() == {"optimizer", "global_step", "samples_seen"}
+    if best > 0:
+        assert_equal_nested(dict(saved["state_dict"]), dict(read_checkpoint(folder, best, "best")["state_dict"]))
 
 
 @pytest.mark.slow

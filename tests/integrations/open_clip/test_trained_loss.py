@@ -92,7 +92,10 @@ def test_the_rate_of_a_resumed_run(tmp_path, data, monkeypatch, capfd):
     assert rates == pytest.approx({"same": 10, "other": 0.1})
     assert "--head-lr 0.0001 in place of 0.01" in "".join(capfd.readouterr())
     assert main([*resumed, "logs/plain/checkpoints/epoch_1.pt", "--head-lr", "1e-2", "--name", "new"]) == 2
-    assert "this run has one learning rate for all, so --head-lr needs a new run" in capfd.readouterr().err
+    assert (
+        "this run has no --head-lr, which splits the groups of the optimizer, so it needs a new run"
+        in capfd.readouterr().err
+    )
 
 
 def test_proxies_are_those_of_the_images(tmp_path, data, monkeypatch):

@@ -102,6 +102,7 @@ LOSS, SETS = "--loss unified", "--loss smooth_chamfer --head set"
 PROXIES = "--loss ProxyAnchorLoss --loss-kwargs embedding_size=128"
 TRAIN = "--train-data toy-train-{000000..000001}.tar"
 RUN = f"{TRAIN} {LOSS}"
+VAL = "--val-data toy-val-000000.tar"
 FLAGS = {
     "--loss unifed": "unknown loss 'unifed' (did you mean 'unified'?)",
     "--loss no_such_module:Loss": "loss 'no_such_module:Loss': No module named 'no_such_module'",
@@ -126,6 +127,14 @@ FLAGS = {
     f"{SETS} --val-data plain.tar": "--head set: open_clip cannot validate sets: add --captions-per-image random",
     f"{LOSS} --siglip": "--loss does not support --siglip",
     "--captions-per-image first --dataset-resampled": "does not support --dataset-resampled, because an epoch of our",
+    "--image-lr 0": "--image-lr: image_lr must be a finite number > 0, got 0",
+    "--text-lr 1e-3 --lr 0": "--text-lr is scheduled as --lr is, which must be above 0, got 0.0",
+    "--image-layer-decay 1.5": "--image-layer-decay 1.5: lower layers would be trained faster; take a number up to 1",
+    "--image-lr 1e-3 --lock-image": "--image-lr has no effect: no parameter of the image is trained: remove it",
+    "--save-best": "--save-best and --patience need --train-data, and --val-data that are validated",
+    f"{VAL} --captions-per-image 1 --save-best rsumm": "unknown metric of --save-best 'rsumm' (did you mean 'rsum'?)",
+    f"{VAL} --save-best positive_similarity": "unknown metric of --save-best 'positive_similarity'; known: clip_val",
+    f"{VAL} --patience 0": "--patience: patience must be an integer >= 1, got 0",
     "--validate-first": "--validate-first needs --train-data and --val-data",
     f"{LOSS} --val-data toy-val-*.tar": "reader takes no names with *: write {000000..000009}, or add --capti",
     "--device 3": "--device 3: Invalid device string: '3'",
