@@ -43,6 +43,7 @@ TESTS = {
     "vl_plugins/retrieval/table_files.py": ("tests/retrieval/test_per_query.py",),
     "vl_plugins/retrieval/tools.py": ("tests/retrieval/test_rules.py",),
     "vl_plugins/tables.py": ("tests/retrieval/test_metrics.py", "tests/test_benchmarks.py"),
+    "integrations/saved_models.py": ("tests/commands/test_merge.py",),
     "integrations/open_clip/models.py": ("tests/integrations/open_clip/test_wrong_input.py",),
     "integrations/open_clip/pictures.py": ("tests/integrations/open_clip/test_data.py",),
     "integrations/open_clip/checks.py": ("tests/integrations/open_clip/test_wrong_input.py",),
