@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from vl_plugins.data.files import write_complete
@@ -16,7 +17,9 @@ from vl_plugins.integrations.loading import OTHER_FORMATS, find_checkpoint, is_o
 
 __all__ = ["SavedModel", "check_same_model", "read_saved_model"]
 
-TEXT = "A photo of 2 dogs that don't sleep."  # by which tokenizers are compared
+# By which tokenizers and transforms are compared.
+TEXT = "A photo of 2 dogs that don't sleep."
+PICTURE = Image.radial_gradient("L").resize((300, 200)).convert("RGB")
 LONGEST_VALUE = 60  # characters that an error shows
 
 
@@ -30,6 +33,9 @@ class SavedModel:
         weights: all parameters and buffers of the model by name, in half precision where its file has them so.
         options: what tells models of equal weights apart, by name; JSON values.
         content_with: maps weights to the content of a file for ``torch.save``, which ``load_model`` reads.
+        file: the checkpoint of a run's folder, otherwise the checkpoint itself.
+        content: of the file without tensors, such as its ``epoch``; {} of a tag and of a model of the hub.
+        settings: of open_clip, which make the model; None for the trainer for pytorch-metric-learning.
     """
 
     name: str
@@ -39,11 +45,14 @@ class SavedModel:
     weights: dict[str, Tensor]
     options: Mapping[str, Any]
     content_with: Callable[[Mapping[str, Tensor]], dict[str, Any]]
+    file: str | Path
+    content: Mapping[str, Any]
+    settings: Mapping[str, Any] | None
 
-    def write(self, file: str | Path, weights: Mapping[str, Tensor]) -> None:
-        """Write a checkpoint of this model with other weights, completely or not at all."""
+    def write(self, file: str | Path, weights: Mapping[str, Tensor], **notes: Any) -> None:
+        """Write a checkpoint of this model with other weights and with notes, completely or not at all."""
         with write_complete(file) as stream:
-            torch.save(self.content_with(weights), stream)
+            torch.save(self.content_with(weights) | notes, stream)
 
 
 def read_saved_model(
@@ -63,6 +72,7 @@ def read_saved_model(
     if is_of_pml(content):
         host = importlib.import_module("vl_plugins.integrations.pytorch_metric_learning.checkpoints")
         options = {"head": content["config"]["head"], "inputs": loaded.inputs, "vocabulary": content["vocabulary"]}
+        settings = None
         content_with = partial(host.checkpoint_of, content, loaded)
     else:
         host = importlib.import_module("vl_plugins.integrations.open_clip.checkpoints")
@@ -72,7 +82,18 @@ def read_saved_model(
         for name, dtype in host.half_types(file, content).items():
             if name in weights:
                 weights[name] = weights[name].to(dtype)
-    return SavedModel(str(checkpoint), loaded, transform, tokenizer, weights, options, content_with)
+    return SavedModel(
+        name=str(checkpoint),
+        model=loaded,
+        transform=transform,
+        tokenizer=tokenizer,
+        weights=weights,
+        options=options,
+        content_with=content_with,
+        file=file,
+        content={name: content[name] for name in ("epoch", "args", "merged") if name in (content or {})},
+        settings=settings,
+    )
 
 
 def check_same_model(first: SavedModel, second: SavedModel) -> None:
@@ -102,7 +123,9 @@ def _difference(first: SavedModel, second: SavedModel) -> str | None:
             return f"{line.strip()} and {other_line.strip()}"
     if len(lines) != len(other_lines):
         return "their layers differ"
-    if str(first.transform) != str(second.transform):
+    if getattr(first.model, "inputs", "images") == "images" and not torch.equal(
+        first.transform(PICTURE), second.transform(PICTURE)
+    ):
         return f"they transform pictures by {_one_line(first.transform)} and {_one_line(second.transform)}"
     if not torch.equal(first.tokenizer([TEXT]), second.tokenizer([TEXT])):
         return "their tokenizers differ"

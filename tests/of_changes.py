@@ -44,6 +44,8 @@ TESTS = {
     "vl_plugins/retrieval/tools.py": ("tests/retrieval/test_rules.py",),
     "vl_plugins/tables.py": ("tests/retrieval/test_metrics.py", "tests/test_benchmarks.py"),
     "integrations/saved_models.py": ("tests/commands/test_merge.py",),
+    "integrations/open_clip/exporting.py": ("tests/commands/test_export.py",),
+    "integrations/open_clip/model_card.py": ("tests/commands/test_export.py",),
     "integrations/open_clip/models.py": ("tests/integrations/open_clip/test_wrong_input.py",),
     "integrations/open_clip/pictures.py": ("tests/integrations/open_clip/test_data.py",),
     "integrations/open_clip/checks.py": ("tests/integrations/open_clip/test_wrong_input.py",),

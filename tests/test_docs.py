@@ -113,6 +113,7 @@ def test_flags_exist(capsys):
     for name in (
         "encode",
         "evaluate",
+        "export",
         "merge",
         "shards coco",
         "shards table",

@@ -175,6 +175,8 @@ def settings_of_model(
     for option in FURTHER_OPTIONS:
         if recorded.get(option) is not None:
             settings[option] = recorded[option]
+    if settings["head"] is None:
+        settings["head_kwargs"] = {}
     settings["model"] = recorded.get("model", model)
     if model_config is not None:
         settings["model_config"] = str(model_config)

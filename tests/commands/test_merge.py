@@ -183,7 +183,7 @@ def test_tags_folders_and_runs(merge, folder, val, tmp_path, capsys, monkeypatch
     monkeypatch.setattr(open_clip.factory, "download_pretrained", lambda *_, **__: str(folder / "0.pt"))
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
-    (run / "params.txt").write_text("model: vl-tiny\npretrained: tag\n")
+    (run / "params.txt").write_text("model: vl-tiny\npretrained: tag\nhead: None\nhead_kwargs: {}\n")
     save(run / "checkpoints" / "epoch_3.pt", clip(1))
     out = tmp_path / "merged.pt"
     flags = ["--shards", val, "--out", str(out), "--workers", "0"]

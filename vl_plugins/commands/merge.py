@@ -70,7 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
             mean.weights.clear()
         means[name] = mean
     print(_table(means))
-    merger.models[0].write(arguments.out, means[best].weights)
+    merged = dict(zip(paths.values(), shares[best], strict=True))
+    merger.models[0].write(arguments.out, means[best].weights, merged=merged)
     print(f"wrote {arguments.out}: {best}, with the best RSUM of {arguments.shards}; report numbers of another split")
     if arguments.plot:
         from vl_plugins.plots.curves import plot_merging_curve
