@@ -15,7 +15,7 @@ from torch import nn
 
 from vl_plugins.errors import MALFORMED_CONTENT, UserError, one_of, reason, require, user_errors, warn_of_input
 
-__all__ = ["AUTOCAST", "INPUTS", "OTHER_FORMATS", "PRECISIONS", "load_model", "read_torch_file"]
+__all__ = ["AUTOCAST", "INPUTS", "OTHER_FORMATS", "PRECISIONS", "is_of_pml", "load_model", "read_torch_file"]
 
 # Files of other libraries, which open_clip reads.
 OTHER_FORMATS = (".npy", ".npz", ".safetensors")
@@ -65,7 +65,7 @@ def load_model(
     with user_errors(f"checkpoint {checkpoint}", *MALFORMED_CONTENT):
         if file.is_file() and file.suffix not in OTHER_FORMATS:
             content = read_torch_file(file)
-        if isinstance(content, Mapping) and content.get("format") == "vl_plugins.pytorch_metric_learning":
+        if is_of_pml(content):
             host = importlib.import_module("vl_plugins.integrations.pytorch_metric_learning.checkpoints")
             towers, transform, tokenizer = host.load_towers(checkpoint, content, model, device)
             return towers.to(dtype=INPUTS.get(precision)), transform, tokenizer
@@ -73,6 +73,11 @@ def load_model(
         host = importlib.import_module("vl_plugins.integrations.open_clip.checkpoints")
         model, transform, tokenizer = host.load_open_clip(checkpoint, content, model, model_config, device, precision)
         return model, transform, tokenizer
+
+
+def is_of_pml(content: Any) -> bool:
+    """Return whether a checkpoint's content is of the trainer for pytorch-metric-learning."""
+    return isinstance(content, Mapping) and content.get("format") == "vl_plugins.pytorch_metric_learning"
 
 
 def find_checkpoint(checkpoint: str | Path) -> str | Path:

@@ -113,6 +113,8 @@ def test_flags_exist(capsys):
     for name in (
         "encode",
         "evaluate",
+        "export",
+        "merge",
         "shards coco",
         "shards table",
         "shards hugging-face",

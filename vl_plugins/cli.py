@@ -19,7 +19,7 @@ __all__ = ["main"]
 # What stands for signs that an output of ASCII, or of Windows, cannot encode; for others a question mark.
 SUBSTITUTES = "vl_plugins.substitutes"
 PLAIN_SIGNS = {"\N{MINUS SIGN}": "-", "\N{PLUS-MINUS SIGN}": "+/-", "\N{EN DASH}": "-"}
-COMMANDS = ("demo", "losses", "toy", "shards", "encode", "evaluate", "plot")
+COMMANDS = ("demo", "losses", "toy", "shards", "encode", "evaluate", "merge", "export", "plot")
 
 
 def build_parser() -> CommandParser:

@@ -21,12 +21,25 @@ from vl_plugins.integrations.open_clip.heads import add_heads
 from vl_plugins.integrations.open_clip.models import add_model_config, check_model, has_schema
 from vl_plugins.retrieval.features import describe_similarity, recorded_similarity
 
-__all__ = ["LOGIT_BIAS", "load_open_clip", "load_weights", "made_with", "read_checkpoint", "read_params"]
+__all__ = [
+    "LOGIT_BIAS",
+    "checkpoint_of",
+    "half_types",
+    "load_open_clip",
+    "load_weights",
+    "made_with",
+    "read_checkpoint",
+    "read_params",
+    "settings_of_model",
+]
 
 # Options of the trainer that make a model, but for its weights.
 FORCED = ("force_quick_gelu", "force_custom_text", "force_image_size", "force_context_length")
 PREPROCESSING = ("image_mean", "image_std", "image_interpolation", "image_resize_mode")
 MODEL_OPTIONS = ("model", "model_config", "pretrained", "siglip", "head", "head_kwargs", *FORCED, *PREPROCESSING)
+
+# What a checkpoint says beside them, where the model has a logit bias, or a similarity of sets.
+FURTHER_OPTIONS = ("init_logit_bias", "similarity", "similarity_kwargs")
 
 LOGIT_BIAS = -10.0  # with which SigLIP starts; where the weights of a file replace it, it only says that there is one
 
@@ -140,6 +153,57 @@ def _load_file(file: Path, content: Any, model: str | None, model_config: str | 
             add_heads(loaded, recorded["head"], head_kwargs, similarity)
         load_weights(loaded, file, content and _renamed(content))
     return loaded.eval(), preprocess, open_clip.get_tokenizer(name, context_length=options.get("force_context_length"))
+
+
+def settings_of_model(
+    checkpoint: str | Path, content: Any, model: str | None, model_config: str | Path | None
+) -> dict[str, Any]:
+    """Return the settings that made the model of a checkpoint, as :func:`made_with` does for a training.
+
+    Args:
+        checkpoint, content, model, model_config: as :func:`load_open_clip` has loaded them.
+    """
+    name = str(checkpoint)
+    recorded: dict[str, Any] = {}
+    if Path(checkpoint).is_file():
+        recorded = _recorded(Path(checkpoint), content)
+    elif has_schema(name):
+        model = name
+    else:
+        recorded["pretrained"] = name  # a tag, which has its own mean and deviation of pixels
+    settings = {option: recorded.get(option) for option in MODEL_OPTIONS}
+    for option in FURTHER_OPTIONS:
+        if recorded.get(option) is not None:
+            settings[option] = recorded[option]
+    if settings["head"] is None:
+        settings["head_kwargs"] = {}
+    settings["model"] = recorded.get("model", model)
+    if model_config is not None:
+        settings["model_config"] = str(model_config)
+    return settings
+
+
+def checkpoint_of(settings: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a checkpoint without a training, which open_clip and :func:`load_open_clip` read.
+
+    Args:
+        settings: of :func:`settings_of_model`.
+        weights: all tensors of the model.
+    """
+    return {"state_dict": dict(weights), "args": dict(settings)}
+
+
+def half_types(checkpoint: str | Path, content: Any) -> dict[str, torch.dtype]:
+    """Return the types of the weights that a file has in half precision, by name; {} of a tag or a model of the hub."""
+    if Path(checkpoint).suffix == ".safetensors":
+        content = load_file(checkpoint)
+    if content is None:
+        return {}
+    types = {}
+    for name, weight in _renamed(content).get("state_dict", content).items():
+        if weight.dtype in (torch.float16, torch.bfloat16):
+            types[name.removeprefix("module.")] = weight.dtype
+    return types
 
 
 def _recorded(file: Path, content: Any) -> dict[str, Any]:

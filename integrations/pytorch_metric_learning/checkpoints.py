@@ -15,7 +15,7 @@ from vl_plugins.integrations.pytorch_metric_learning.config import Config, parse
 from vl_plugins.integrations.pytorch_metric_learning.objective import Objective, build_objective
 from vl_plugins.integrations.pytorch_metric_learning.two_towers import TwoTowers
 
-__all__ = ["FORMAT", "VERSION", "describe", "load_objective", "load_towers", "write_checkpoint"]
+__all__ = ["FORMAT", "VERSION", "checkpoint_of", "describe", "load_objective", "load_towers", "write_checkpoint"]
 
 FORMAT, VERSION = "vl_plugins.pytorch_metric_learning", 2
 
@@ -60,6 +60,29 @@ def load_towers(
         plain = _config_of_0_2(plain)
     towers = load_objective(parse_config(plain), content).towers.to(device).eval()
     return towers, towers.image.trunk.image_transform(False), towers.tokenizer
+
+
+def checkpoint_of(content: Mapping[str, Any], towers: TwoTowers, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a checkpoint without a training, with other weights of the towers.
+
+    Args:
+        content: of the checkpoint of the towers. What its loss has trained stays, but for the similarity of sets.
+        towers: the model.
+        weights: all tensors of the towers.
+    """
+    models = {}
+    for part in towers.parts():
+        prefix = part.replace("_", ".", 1) + "."  # of "image_trunk", "image.trunk."
+        models[part] = _without_prefix(weights, prefix)
+    loss = dict(content["loss_funcs"]["metric_loss"])
+    for name, tensor in _without_prefix(weights, "similarity.").items():
+        loss[f"distance.{name}"] = tensor
+    settings = {name: content[name] for name in ("format", "version", "config", "vocabulary")}
+    return {**settings, "models": models, "loss_funcs": {"metric_loss": loss}}
+
+
+def _without_prefix(weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
 
 
 def _config_of_0_2(plain: dict[str, Any]) -> dict[str, Any]:

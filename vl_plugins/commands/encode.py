@@ -1,7 +1,10 @@
-"""``vl-plugins encode``: embed the images and captions of shards with a model, into a file of features."""
+"""``vl-plugins encode``: embed images and captions with a model, into a file or a folder of features."""
 
 import argparse
+import contextlib
 import os
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 from vl_plugins.errors import number
@@ -18,16 +21,18 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         examples=[
             "vl-plugins encode logs/run/checkpoints/epoch_10.pt \\\n"
             "    'shards/coco-test-{000000..000004}.tar' run.safetensors",
-            "vl-plugins encode openai shards/toy-test-000000.tar clip.npz --model ViT-B-32",
+            "vl-plugins encode openai pictures/ pictures-clip --model ViT-B-32",
         ],
-        description="Embed every image and every caption once. Under torchrun, processes share the work.",
+        description="Embed every image and every caption once. Under torchrun, processes share the work. A folder as "
+        "OUT gets parts of .npy, and a run that was stopped continues with the missing ones.",
     )
     parser.add_argument(
         "checkpoint", help="checkpoint or run folder, hf-hub:ORG/NAME, local-dir:FOLDER, or open_clip's pretrained tag"
     )
-    data = "shards, {000000..000004} for several, or a table, Parquet file or folder, with the images and captions"
-    parser.add_argument("shards", help=data)
-    parser.add_argument("out", help=".safetensors or .npz file, or a folder")
+    data = "images and captions: shards, {000000..000004} for several, or a table, Parquet file or folder; or a folder "
+    data += "of pictures alone, or a .txt with one caption a line"
+    parser.add_argument("data", metavar="input", help=data)
+    parser.add_argument("out", help=".safetensors or .npz file, or a folder for parts of .npy")
     parser.add_argument("--model", help="open_clip model (default: that of the run)")
     add_options(parser)
     parser.set_defaults(run=run)
@@ -53,36 +58,73 @@ def positive(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Encode and save; a progress bar goes to standard error."""
-    from vl_plugins.retrieval.features import check_features_file, save_features
+    from vl_plugins.data.encodable import read_encodable
+    from vl_plugins.data.records import as_rule
+    from vl_plugins.retrieval.features import check_features_file, is_folder_name, save_features
 
     check_features_file(arguments.out)
-    (features,) = encode(arguments, [arguments.checkpoint])
-    if features is not None:  # only the first process has the features
-        save_features(features, arguments.out)
-        print(f"wrote {arguments.out}: {len(features.images):,} images, {len(features.captions):,} captions")
+    rule = as_rule(arguments.caption_lines, arguments.caption_fields)
+    data = read_encodable(arguments.data, rule)  # before torch is imported and the processes meet
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first:
+        print(f"read {arguments.data} as {data.kind}: {data.describe()}", file=sys.stderr)
+    if is_folder_name(arguments.out):
+        from vl_plugins.integrations.encoder import encode_to_folder
+
+        with _processes():
+            options = _options(arguments, arguments.data)
+            encode_to_folder(arguments.checkpoint, data, arguments.out, **options)
+    else:
+        (features,) = encode(arguments, [arguments.checkpoint], data, arguments.data)
+        if features is not None:  # only the first process has the features
+            save_features(features, arguments.out)
+    if is_first:
+        counts = []
+        if data.image_ids is not None:
+            counts.append(f"{len(data.image_ids):,} images")
+        if data.caption_ids is not None:
+            counts.append(f"{len(data.caption_ids):,} captions")
+        print(f"wrote {arguments.out}: {', '.join(counts)}")
     return 0
 
 
-def encode(arguments: argparse.Namespace, checkpoints: list[str]) -> list[Any]:
-    """Return the features of checkpoints; None in all processes but the first."""
-    from vl_plugins.data.reading import check_data
-    from vl_plugins.data.records import as_rule
+def encode(arguments: argparse.Namespace, checkpoints: list[str], data: Any, name: str) -> list[Any]:
+    """Return the features of checkpoints; None in all processes but the first.
 
-    rule = as_rule(arguments.caption_lines, arguments.caption_fields)
-    check_data(arguments.shards)  # before torch is imported and the processes meet
+    Args:
+        arguments: of the command line.
+        checkpoints: files, runs, tags or models.
+        data: what :func:`~vl_plugins.data.encodable.read_encodable` returns.
+        name: of the data.
+    """
+    from vl_plugins.integrations.encoder import encode_checkpoint
+
+    with _processes():
+        options = _options(arguments, name)
+        return [encode_checkpoint(checkpoint, data, **options) for checkpoint in checkpoints]
+
+
+def _options(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Return the options of an encoder, by the options of :func:`add_options`."""
+    import torch
+
+    names = ("model", "model_config", "batch_size", "workers", "precision", "max_image_pixels")
+    options = {name: getattr(arguments, name) for name in names}
+    own_device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+    return options | {"device": arguments.device or own_device, "name": name}
+
+
+@contextlib.contextmanager
+def _processes() -> Iterator[None]:
+    """Let the processes that torchrun has started meet, and stop them at the end."""
     import torch
 
     from vl_plugins.distributed import stop_processes
-    from vl_plugins.integrations.encoding import encode_checkpoint
 
-    own_device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
-    names = ("model", "model_config", "batch_size", "workers", "precision", "max_image_pixels")
-    options = {name: getattr(arguments, name) for name in names}
-    options |= {"device": arguments.device or own_device, "caption_lines": rule}
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # set by torchrun
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # gloo gathers embeddings in CPU memory: on the GPU, all of them may not fit beside a model.
         torch.distributed.init_process_group("gloo")
     try:
-        return [encode_checkpoint(checkpoint, arguments.shards, **options) for checkpoint in checkpoints]
+        yield
     finally:
         stop_processes()

@@ -149,7 +149,7 @@ def _features(arguments: argparse.Namespace, runs: Sequence[tuple[str, str]]) ->
             options = {"normalize": arguments.normalize, "image_per_caption": arguments.image_per_caption}
             features.append(load_features(path, **options))
     if checkpoints:
-        for encoded in encode(arguments, [path for _, path in checkpoints]):
+        for encoded in encode(arguments, [path for _, path in checkpoints], collection, shards):
             if encoded is not None:
                 features.append(encoded)
     if collection is not None:

@@ -52,6 +52,7 @@ class Collection:
         line_rules: whether the heads of shards with texts took each line for a caption.
     """
 
+    kind = "shards"
     ARRAYS: tuple[str, ...] = ("first_image", "starts", "sizes", "first_caption", "caption_hashes", "labels")
 
     def __init__(
@@ -172,6 +173,10 @@ class Collection:
     def shard_of(self, images: Sequence[int]) -> list[str]:
         """Return the shard of each image."""
         return [self.shards[index] for index in np.searchsorted(self.first_image, images, side="right") - 1]
+
+    def place_of(self, image: int) -> str:
+        """Return where an image is, for errors."""
+        return f"image {image}, in {self.shard_of([image])[0]}"
 
     def read(self, images: Sequence[int]) -> list[bytes | Exception]:
         """Return the bytes of each image's files in its shard, with headers, or the error.

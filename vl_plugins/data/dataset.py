@@ -70,7 +70,7 @@ class Item(NamedTuple):
     """A decoded image with the captions that were asked for.
 
     Attributes:
-        image: (3, H, W), or features (N, W).
+        image: (3, H, W), or features (N, W); None of captions without images.
         captions: texts.
         label: equal for images of one group; see :class:`ShardDataset`.
         index: of the image.
@@ -78,7 +78,7 @@ class Item(NamedTuple):
         other_ids: those of the image's other captions.
     """
 
-    image: Tensor
+    image: Tensor | None
     captions: list[str]
     label: int
     index: int  # type: ignore[assignment]  # hides the method of tuples
@@ -179,8 +179,7 @@ class ShardDataset(Dataset):
             image = decode(members, self.inputs, self.max_image_pixels)
         except Exception as error:  # decoders of damaged files raise nearly anything
             reason = str(error) if isinstance(error, ValueError) else repr(error)
-            shard = self.collection.shard_of([draw.image])[0]
-            return UserError(f"cannot read image {draw.image}, in {shard}: {reason}")
+            return UserError(f"cannot read {self.collection.place_of(draw.image)}: {reason}")
         if draw.seed:
             seed_cpu(*draw.seed)
         image = self.transform(image)
@@ -244,7 +243,7 @@ class ShardDataset(Dataset):
         return images, texts, labels, ref_ids, matching_ids
 
 
-def stack_inputs(images: Sequence[Tensor]) -> Tensor:
+def stack_inputs(images: Sequence[Any]) -> Tensor:
     """Return pictures (B, 3, H, W), or features (B, N, W) with rows of zeros where an image has fewer than N."""
     return torch.stack(list(images)) if images[0].ndim == 3 else pad_sequence(list(images), batch_first=True)
 
@@ -253,25 +252,26 @@ class EvaluationBatch(NamedTuple):
     """Consecutive images and their captions.
 
     Attributes:
-        images: (B, 3, H, W), or features (B, N, W).
-        texts: (C, L), the tokens of all captions of all B images.
+        images: (B, 3, H, W), or features (B, N, W); None of captions without images.
+        texts: (C, L), the tokens of all captions of all B images; None of images without captions.
         image_of_caption: (C,) int64, index in the batch of each caption's image.
         start: index of the first image; batches sorted by it are in source order.
     """
 
-    images: Tensor
-    texts: Tensor
+    images: Any
+    texts: Any
     image_of_caption: Tensor
     start: int
 
 
 def evaluation_loader(
-    dataset: ShardDataset,
+    dataset: Any,
     batch_size: int,
     *,
     workers: int = 0,
     rank: int = 0,
     world_size: int = 1,
+    starts: Sequence[int] | None = None,
 ) -> DataLoader:
     """Return a loader of every image with all its captions once, shared out over processes.
 
@@ -279,17 +279,20 @@ def evaluation_loader(
     results on the others could not be compared.
 
     Args:
-        dataset: what to read.
+        dataset: a :class:`ShardDataset`, or one of :mod:`vl_plugins.data.one_side`.
         batch_size: images in a batch; the last one may be smaller.
         workers: processes of the loader.
         rank, world_size: number of this process among those that share the batches, and their number.
+        starts: indices of the first images of the batches to read, multiples of ``batch_size``; by default those of
+            this process.
 
     Returns:
         A ``DataLoader`` of :class:`EvaluationBatch`.
     """
     dataset = copy.copy(dataset)
     dataset.on_error = "raise"
-    starts = range(0, len(dataset), batch_size)[rank::world_size]
+    if starts is None:
+        starts = range(0, len(dataset), batch_size)[rank::world_size]
     batches = [list(range(start, min(start + batch_size, len(dataset)))) for start in starts]
     return DataLoader(
         dataset,
@@ -301,11 +304,13 @@ def evaluation_loader(
     )
 
 
-def _collate_evaluation(tokenizer: Callable[[list[str]], Tensor], items: Sequence[Item]) -> EvaluationBatch:
-    texts = tokenizer([caption for item in items for caption in item.captions])
+def _collate_evaluation(tokenizer: Any, items: Sequence[Item]) -> EvaluationBatch:
+    captions = [caption for item in items for caption in item.captions]
+    texts = tokenizer(captions) if captions else None
     numbers = torch.tensor([len(item.captions) for item in items])
     image_of_caption = torch.arange(len(items)).repeat_interleave(numbers)
-    return EvaluationBatch(stack_inputs([item.image for item in items]), texts, image_of_caption, items[0].index)
+    images = None if items[0].image is None else stack_inputs([item.image for item in items])
+    return EvaluationBatch(images, texts, image_of_caption, items[0].index)
 
 
 def read_batches(subject: str, loader: Iterable[Any]) -> Iterator[Any]:

@@ -73,7 +73,7 @@ def read_rows(
 
 
 def _read_text(file: str | Path, delimiter: str | None) -> NamesAndRows:
-    with _open_text(file) as stream:
+    with open_text(file) as stream:
         lines = enumerate(stream, 1)
         number, header = next(((number, line) for number, line in lines if line.strip()), (0, ""))
         if not header:
@@ -86,7 +86,7 @@ def _read_text(file: str | Path, delimiter: str | None) -> NamesAndRows:
 
 
 @contextmanager
-def _open_text(file: str | Path) -> Iterator[TextIO]:
+def open_text(file: str | Path) -> Iterator[TextIO]:
     with fsspec.open(str(file), "rb") as stream:
         first = stream.read(4)
         stream.seek(0)

@@ -153,6 +153,12 @@ class TableCollection(Collection):
             return f"choose the files of one, such as '{os.path.join(self.data, splits[0])}-*.parquet'"
         return "make a table of each, or shards with `vl-plugins shards`"
 
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        if is_picture_folder(self.data):
+            return "pictures with a .txt each"
+        return "a data set" if os.path.isdir(self.data) else "a table"
+
     def describe(self) -> str:
         text = super().describe()
         if self.rows is not None:
@@ -172,6 +178,9 @@ class TableCollection(Collection):
     @cached_property
     def records(self) -> list[Record]:
         return [self.record(image) for image in range(len(self))]
+
+    def place_of(self, image: int) -> str:
+        return f"{super().place_of(image)} ({self.record(image).key})"
 
     def read(self, images: Sequence[int]) -> list[bytes | Exception]:
         contents: list[bytes | Exception] = []

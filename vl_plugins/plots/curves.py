@@ -1,4 +1,4 @@
-"""Curves of retrieval quality over training, from the ``results.jsonl`` of a run."""
+"""Curves of retrieval quality: over training, from the ``results.jsonl`` of a run, and between two models."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import Any
 from vl_plugins.errors import MALFORMED_CONTENT, UserError, require, user_errors
 from vl_plugins.plots.figures import COLORS, new_figure, style_curves, write_figure
 
-__all__ = ["plot_training_curves", "read_results"]
+__all__ = ["plot_merging_curve", "plot_training_curves", "read_results"]
 
 # open_clip's own validation writes recalls, but neither RSUM nor similarities.
 RECALLS = tuple(f"{way}_R@{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5, 10))
@@ -124,4 +124,31 @@ def plot_training_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], out: s
         axes.set_xlabel("epoch")
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, min_n_ticks=1, steps=(1, 2, 5, 10)))
         style_curves(axes)
+    write_figure(figure, out)
+
+
+def plot_merging_curve(
+    weights: Sequence[float],
+    rsums: Sequence[float],
+    retained: Sequence[float],
+    names: Sequence[str],
+    out: str | os.PathLike[str],
+) -> None:
+    """Draw RSUM over the weight of the second model, as Figure 1 of "Robust fine-tuning of zero-shot models".
+
+    Args:
+        weights: (N,) in ascending order, from 0 to 1.
+        rsums: (N,) on the shards to choose by.
+        retained: (N,) on the shards of what should not be forgotten, or empty.
+        names: of both models.
+        out: ``.png`` (720 x 504 pixels), ``.pdf`` or ``.svg``; its folder is created.
+    """
+    figure = new_figure(6, 4.2)
+    axes = figure.subplots()
+    axes.plot(weights, rsums, "o-", color=COLORS[0], label="to choose by")
+    if retained:
+        axes.plot(weights, retained, "s-", color=COLORS[1], label="to retain")
+    axes.set(xlabel=f"weight of {names[1]}, from {names[0]}", ylabel="RSUM (percent, at most 600)")
+    axes.legend()
+    style_curves(axes)
     write_figure(figure, out)

@@ -14,7 +14,14 @@ from vl_plugins.registry import create, options_of
 from vl_plugins.retrieval.norms import has_unit_norm, norms
 from vl_plugins.retrieval.similarities import EmbeddingSimilarities
 
-__all__ = ["Features", "describe_similarity", "first_difference", "recorded_similarity"]
+__all__ = [
+    "Features",
+    "OneSide",
+    "check_embeddings",
+    "describe_similarity",
+    "first_difference",
+    "recorded_similarity",
+]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -46,8 +53,8 @@ class Features:
         _expect(self.images.ndim in (2, 3) and self.images.ndim == self.captions.ndim, f"vectors or sets, got {shapes}")
         _expect(self.images.shape[-1] == self.captions.shape[-1], f"images and captions of one width, got {shapes}")
         _check_owners(self.image_of_caption, len(self.images), len(self.captions))
-        _check_embeddings("image", self.images, self.image_ids)
-        _check_embeddings("caption", self.captions, self.caption_ids)
+        check_embeddings("image", self.images, self.image_ids)
+        check_embeddings("caption", self.captions, self.caption_ids)
         _expect(isinstance(self.description, dict), "a description that is a dictionary")
         try:
             json.dumps(self.description, allow_nan=False)
@@ -90,6 +97,29 @@ class Features:
                 raise UserError(f"{name} and {other_name} do not belong together: {what}: {difference}")
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class OneSide:
+    """Embeddings of images without captions, or of captions without images.
+
+    Args:
+        side: ``"image"`` or ``"caption"``.
+        embeddings: (N, D) unit vectors, or sets (N, K, D), whose elements of zeros are padding.
+        ids: different integers or strings.
+        description: JSON values by name, as of :class:`Features`.
+
+    Raises:
+        UserError: as :class:`Features` does.
+    """
+
+    side: str
+    embeddings: Tensor
+    ids: Sequence[int | str]
+    description: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_embeddings(self.side, self.embeddings, self.ids)
+
+
 def _expect(condition: bool, what: str) -> None:
     if not condition:
         raise UserError(f"features must have {what}")
@@ -115,7 +145,7 @@ def _check_owners(image_of_caption: Tensor, images: int, captions: int) -> None:
         _expect(False, f"{wanted}; {len(missing):,} images have none, the first is row {missing[0]}")
 
 
-def _check_embeddings(kind: str, embeddings: Tensor, ids: Sequence[int | str] | None) -> None:
+def check_embeddings(kind: str, embeddings: Tensor, ids: Sequence[int | str] | None) -> None:
     """Raise ``UserError`` unless embeddings are unit vectors, or sets of them, with an id each if they have any."""
     _expect(embeddings.is_floating_point(), f"floating-point {kind}s, got {embeddings.dtype}")
     if ids is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vl_plugins.data.files import write_file
 from vl_plugins.errors import MissingExtraError, UserError, require, user_errors, warn_of_input
-from vl_plugins.retrieval.embeddings import Features
+from vl_plugins.retrieval.embeddings import Features, OneSide
 from vl_plugins.retrieval.feature_arrays import (
     ARRAYS,
     IDS,
@@ -37,7 +37,7 @@ from vl_plugins.retrieval.feature_layouts import (
 from vl_plugins.retrieval.feature_tables import read_parquet
 from vl_plugins.retrieval.norms import divided_by_norms
 
-__all__ = ["SUFFIXES", "check_features_file", "load_features", "save_features"]
+__all__ = ["SUFFIXES", "check_features_file", "is_folder_name", "load_features", "save_features"]
 
 SUFFIXES = (".safetensors", ".npz")
 METADATA = "vl_plugins"  # key of the JSON text with the ids and the description
@@ -46,20 +46,25 @@ SAVE = "image_features=..., caption_features=..., image_of_caption=..."
 CAN_RUN_CODE = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".joblib")
 
 
+def is_folder_name(file: str | os.PathLike) -> bool:
+    """Return whether features of this name are written as a folder: it is one, or has no ending."""
+    return Path(file).suffix == "" or Path(file).is_dir()
+
+
 def check_features_file(file: str | os.PathLike) -> None:
     """Raise ``UserError`` if features cannot be written to a file or folder of this name, before they are computed."""
     path = Path(file)
-    if path.suffix == ".safetensors":
-        require("safetensors", extra="judge")
-    elif path.suffix == "" or path.is_dir():
+    if is_folder_name(file):
         check_folder(file)
+    elif path.suffix == ".safetensors":
+        require("safetensors", extra="judge")
     elif path.suffix not in SUFFIXES:
         raise UserError(
             f"a file of features must end in {' or '.join(SUFFIXES)}, got {file}; a name without an ending is a folder"
         )
 
 
-def save_features(features: Features, file: str | os.PathLike) -> None:
+def save_features(features: Features | OneSide, file: str | os.PathLike) -> None:
     """Write features as ``.npz``, ``.safetensors`` or a folder of ``.npy``, completely or not at all.
 
     ``image_features``, ``caption_features`` and ``image_of_caption`` are arrays; ids and description are a JSON text
@@ -67,39 +72,55 @@ def save_features(features: Features, file: str | os.PathLike) -> None:
     which becomes float32 in ``.npz`` and in folders.
 
     Args:
-        features: of vectors or of sets.
+        features: of vectors or of sets. Those of one side have its array alone, and are not for :func:`load_features`.
         file: a name without an ending is a folder; :mod:`vl_plugins.retrieval.feature_folders` describes it. A folder
             of features there is replaced, one of anything else is an error.
     """
     check_features_file(file)
-    tensors = {
-        "image_features": features.images.detach().cpu(),
-        "caption_features": features.captions.detach().cpu(),
-        "image_of_caption": features.image_of_caption.detach().cpu(),
-    }
-    values: dict[str, Any] = {"description": features.description}
-    for name in IDS:
-        ids = getattr(features, name)
-        if ids is not None:
-            values[name] = list(ids)
-    suffix = Path(file).suffix
-    if suffix == ".safetensors":
-        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    tensors = _tensors(features)
+    values = _values(features)
+    if Path(file).suffix == ".safetensors" and not is_folder_name(file):
         save = require("safetensors.torch", extra="judge").save
-        write_file(file, save(contiguous, metadata={METADATA: json.dumps(values)}))
+        write_file(file, save(tensors, metadata={METADATA: json.dumps(values)}))
         return
     arrays = {}
     for name, tensor in tensors.items():
         if tensor.dtype == torch.bfloat16:
             tensor = tensor.float()
         arrays[name] = tensor.numpy()
-    if suffix != ".npz" or Path(file).is_dir():
+    if is_folder_name(file):
         write_folder(arrays, values, file)
         return
     arrays[METADATA] = np.array(json.dumps(values))
     stream = io.BytesIO()
     np.savez(stream, **arrays)  # type: ignore[arg-type]
     write_file(file, stream.getbuffer())
+
+
+def _tensors(features: Features | OneSide) -> dict[str, Tensor]:
+    """Return the arrays of features by name, contiguous and on the CPU."""
+    if isinstance(features, OneSide):
+        tensors = {f"{features.side}_features": features.embeddings}
+    else:
+        tensors = {
+            "image_features": features.images,
+            "caption_features": features.captions,
+            "image_of_caption": features.image_of_caption,
+        }
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _values(features: Features | OneSide) -> dict[str, Any]:
+    """Return the ids that features have, and their description."""
+    values: dict[str, Any] = {"description": features.description}
+    if isinstance(features, OneSide):
+        values[f"{features.side}_ids"] = list(features.ids)
+        return values
+    for name in IDS:
+        ids = getattr(features, name)
+        if ids is not None:
+            values[name] = list(ids)
+    return values
 
 
 def load_features(file: str | os.PathLike, *, normalize: bool = False, image_per_caption: bool = False) -> Features:

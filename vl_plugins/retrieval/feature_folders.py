@@ -21,13 +21,14 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vl_plugins.data.files import file_errors, write_complete, write_file
+from vl_plugins.data.files import file_errors, lock, write_complete, write_file
 from vl_plugins.errors import UserError
 from vl_plugins.retrieval.feature_arrays import (
     Content,
@@ -38,13 +39,14 @@ from vl_plugins.retrieval.feature_arrays import (
     tensor_from_array,
 )
 
-__all__ = ["check_folder", "read_folder", "write_folder"]
+__all__ = ["UnfinishedFolder", "check_folder", "read_folder", "write_folder"]
 
 PART_FOLDERS = {"image_features": "images", "caption_features": "captions"}
 OWNERS = "image_of_caption.npy"
 VALUES = "ids.json"
 NAMES = {"image_features": "images/", "caption_features": "captions/", "image_of_caption": OWNERS}
 PART_BYTES = 1 << 28
+SETTINGS, LOCK = "settings.json", ".lock"  # of an unfinished folder
 
 
 def read_folder(folder: Path) -> Content:
@@ -165,18 +167,18 @@ def _is_of_layout(entry: Path) -> bool:
 def write_folder(arrays: Mapping[str, np.ndarray], values: Mapping[str, Any], folder: str | os.PathLike) -> None:
     """Write arrays and JSON values as a folder that appears complete, or not at all.
 
-    It is written under another name beside its place, ``.<name>.<eight digits>.partial``, and renamed. A folder of
-    features there is replaced; between two renames there is none.
+    Arrays of one side alone make a folder of that side. It is written under another name beside its place,
+    ``.<name>.<eight digits>.partial``, and renamed. A folder of features there is replaced; between two renames there
+    is none.
     """
     target = Path(folder).resolve()
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     with file_errors("write", folder):
         try:
             for array, name in PART_FOLDERS.items():
-                _write_parts(arrays[array], partial / name)
-            write_file(partial / VALUES, json.dumps(values).encode())
-            with write_complete(partial / OWNERS) as stream:
-                np.save(stream, arrays["image_of_caption"])
+                if array in arrays:
+                    _write_parts(arrays[array], partial / name)
+            _write_rest(partial, values, arrays.get("image_of_caption"))
             _replace(target, partial)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -187,8 +189,23 @@ def _write_parts(array: np.ndarray, folder: Path) -> None:
     row_bytes = max(1, array[:1].nbytes)
     rows = max(1, PART_BYTES // row_bytes)
     for number, start in enumerate(range(0, len(array), rows)):
-        with write_complete(folder / f"part_{number:06d}.npy") as stream:
-            np.save(stream, array[start : start + rows])
+        _write_array(_part(folder, number), array[start : start + rows])
+
+
+def _part(folder: Path, number: int) -> Path:
+    return folder / f"part_{number:06d}.npy"
+
+
+def _write_array(file: Path, array: np.ndarray) -> None:
+    with write_complete(file) as stream:
+        np.save(stream, array)
+
+
+def _write_rest(folder: Path, values: Mapping[str, Any], image_of_caption: np.ndarray | None) -> None:
+    """Write what a folder has beside its parts; the image of each caption last."""
+    write_file(folder / VALUES, json.dumps(values).encode())
+    if image_of_caption is not None:
+        _write_array(folder / OWNERS, image_of_caption)
 
 
 def _replace(target: Path, partial: Path) -> None:
@@ -196,7 +213,7 @@ def _replace(target: Path, partial: Path) -> None:
     if not target.exists():
         partial.rename(target)
         return
-    former = partial.with_suffix(".former")
+    former = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.former")
     target.rename(former)
     try:
         partial.rename(target)
@@ -204,3 +221,89 @@ def _replace(target: Path, partial: Path) -> None:
         former.rename(target)
         raise
     shutil.rmtree(former)
+
+
+class UnfinishedFolder:
+    """A folder of features that several processes write part by part, and that another run can continue.
+
+    The parts lie in ``.<name>.unfinished`` beside the folder's place. When all are there, that folder gets its name;
+    a folder of features there is replaced.
+
+    Args:
+        folder: its place, on a disk that all processes see.
+        rows: of each part, the number of rows by array: ``image_features``, ``caption_features`` or both.
+    """
+
+    def __init__(self, folder: str | os.PathLike, rows: Sequence[Mapping[str, int]]):
+        self.target, self.rows = Path(folder).resolve(), rows
+        self.folder = self.target.with_name(f".{self.target.name}.unfinished")
+
+    @contextmanager
+    def begun(self, settings: Mapping[str, Any]) -> Iterator[None]:
+        """Begin or continue, in the first process, while no other run may write the same folder.
+
+        Args:
+            settings: JSON values on which the embeddings depend.
+
+        Raises:
+            UserError: parts are there, of other settings; or another run is writing.
+        """
+        with lock(self.folder / LOCK, str(self.target)):
+            self._check_settings(json.loads(json.dumps(settings)))
+            yield
+
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
+        file = self.folder / SETTINGS
+        if not file.exists():
+            for name in PART_FOLDERS.values():  # of unknown settings
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+            write_file(file, json.dumps(settings).encode())
+            return
+        former = json.loads(file.read_bytes())
+        for name in settings | former:
+            if former.get(name) != settings.get(name):
+                difference = f"{name} {former.get(name)!r}, now {settings.get(name)!r}"
+                parts = f"{self.folder} has parts of another run"
+                raise UserError(f"{parts} ({difference}): remove it, or choose another name")
+
+    def missing(self) -> list[int]:
+        """Return the numbers of the parts that are not there, or not whole."""
+        numbers = []
+        for number, rows in enumerate(self.rows):
+            if not all(self._has_rows(_part(self.folder / PART_FOLDERS[array], number), rows[array]) for array in rows):
+                numbers.append(number)
+        return numbers
+
+    def _has_rows(self, file: Path, rows: int) -> bool:
+        if not file.exists():
+            return False
+        try:
+            return _check_array(file, self.folder).shape[0] == rows
+        except UserError:
+            return False
+
+    def write(self, number: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Write a part, each array completely or not at all."""
+        for array, values in arrays.items():
+            _write_array(_part(self.folder / PART_FOLDERS[array], number), values)
+
+    def finish(self, values: Mapping[str, Any], image_of_caption: np.ndarray | None) -> None:
+        """Give the folder its name, in the first process.
+
+        Args:
+            values: ids and description.
+            image_of_caption: (C,), or None of one side.
+
+        Raises:
+            UserError: a part is missing.
+        """
+        missing = self.missing()
+        if missing:
+            raise UserError(
+                f"{self.folder} has no part {missing[0]}: do all processes write to one disk? run the command again"
+            )
+        with file_errors("write", self.target):
+            _write_rest(self.folder, values, image_of_caption)
+            for name in (SETTINGS, LOCK):
+                (self.folder / name).unlink(missing_ok=True)
+            _replace(self.target, self.folder)

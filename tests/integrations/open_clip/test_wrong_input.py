@@ -179,7 +179,7 @@ FILES |= {f"--{flag} no_weights.pt": f"--{flag} no_weights.pt: " for flag in ("p
 # No other data are given.
 DATA = {
     "--captions-per-image first --train-data pipe:cat --dataset-type webdataset": "shards do not exist: pipe:cat",
-    "--captions-per-image first --train-data missing.tsv": r"cannot read image \d, in missing.tsv: ",
+    "--captions-per-image first --train-data missing.tsv": r"cannot read image \d, in missing.tsv \(",
     f"{LOSS} --train-data columns.tsv": "--train-data columns.tsv: it has no column 'filepath', only 'a', 'b'; ",
     "--train-data plain.tar::no-{0..1}.tar --dataset-type webdataset": "2 of 3 shards do not exist: no-0.tar",
     "--train-data columns.tsv": "--train-data columns.tsv: it has no column 'filepath', only 'a', 'b'; ",
