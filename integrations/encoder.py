@@ -89,8 +89,8 @@ def encode_to_folder(
     """
     encoder = Encoder(checkpoint, data, model, **options)
     rank, processes = _rank(), world_size()
-    parts = _parts(encoder)
-    unfinished = UnfinishedFolder(folder, [part.rows for part in parts])
+    plan = _plan(encoder)
+    unfinished = UnfinishedFolder(folder, [part.rows for part in plan])
     with contextlib.ExitStack() as stack:
         description = {}
         if rank == 0:
@@ -99,17 +99,17 @@ def encode_to_folder(
             stack.enter_context(unfinished.begun(settings | {"device": torch.device(encoder.device).type}))
         _wait(processes)
         missing = unfinished.missing()
-        complete = len(parts) - len(missing)
+        complete = len(plan) - len(missing)
         if rank == 0 and complete:
-            print(f"continues: {complete:,} of {len(parts):,} parts are there", file=sys.stderr)
+            print(f"continues: {complete:,} of {len(plan):,} parts are there", file=sys.stderr)
         # Which parts are this process's does not depend on those that are there.
         own_parts = [number for number in missing if number % processes == rank]
         own_starts: list[int] = []
         for number in own_parts:
-            own_starts += parts[number].starts
+            own_starts += plan[number].starts
         batches = encoder.encode(own_starts)
         for number in own_parts:
-            encoded = list(itertools.islice(batches, len(parts[number].starts)))
+            encoded = list(itertools.islice(batches, len(plan[number].starts)))
             unfinished.write(number, _arrays(encoded))
         _wait(processes)
         if rank == 0:
@@ -202,11 +202,11 @@ class _Part(NamedTuple):
     rows: dict[str, int]
 
 
-def _parts(encoder: Encoder) -> list[_Part]:
+def _plan(encoder: Encoder) -> list[_Part]:
     """Return the parts of a folder, each of whole batches."""
     data = encoder.data
     batches_per_part = max(1, PART_ROWS // encoder.batch_size)
-    parts = []
+    plan = []
     for first in range(0, len(encoder.starts), batches_per_part):
         starts = encoder.starts[first : first + batches_per_part]
         end = min(starts[-1] + encoder.batch_size, len(data))
@@ -217,8 +217,8 @@ def _parts(encoder: Encoder) -> list[_Part]:
             rows["caption_features"] = end - starts[0]
         elif isinstance(data, Collection):
             rows["caption_features"] = int(data.first_caption[end] - data.first_caption[starts[0]])
-        parts.append(_Part(starts, rows))
-    return parts
+        plan.append(_Part(starts, rows))
+    return plan
 
 
 def _arrays(encoded: Sequence[EvaluationBatch]) -> dict[str, np.ndarray]:
