@@ -6,7 +6,7 @@ import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -89,11 +89,8 @@ def encode_to_folder(
     """
     encoder = Encoder(checkpoint, data, model, **options)
     rank, processes = _rank(), world_size()
-    batches_per_part = max(1, PART_ROWS // encoder.batch_size)
-    parts = []
-    for first in range(0, len(encoder.starts), batches_per_part):
-        parts.append(encoder.starts[first : first + batches_per_part])
-    unfinished = UnfinishedFolder(folder, [_rows(data, encoder, starts) for starts in parts])
+    plan = _plan(encoder)
+    unfinished = UnfinishedFolder(folder, [part.rows for part in plan])
     with contextlib.ExitStack() as stack:
         description = {}
         if rank == 0:
@@ -102,14 +99,18 @@ def encode_to_folder(
             stack.enter_context(unfinished.begun(settings | {"device": torch.device(encoder.device).type}))
         _wait(processes)
         missing = unfinished.missing()
-        if rank == 0 and len(missing) < len(parts):
-            print(f"continues: {len(parts) - len(missing):,} of {len(parts):,} parts are there", file=sys.stderr)
+        complete = len(plan) - len(missing)
+        if rank == 0 and complete:
+            print(f"continues: {complete:,} of {len(plan):,} parts are there", file=sys.stderr)
         # Which parts are this process's does not depend on those that are there.
-        missing = [number for number in missing if number % processes == rank]
-        batches = encoder.encode([start for number in missing for start in parts[number]])
-        for number in missing:
-            encoded = list(itertools.islice(batches, len(parts[number])))
-            unfinished.write(number, _arrays(encoded, data))
+        own_parts = [number for number in missing if number % processes == rank]
+        own_starts: list[int] = []
+        for number in own_parts:
+            own_starts += plan[number].starts
+        batches = encoder.encode(own_starts)
+        for number in own_parts:
+            encoded = list(itertools.islice(batches, len(plan[number].starts)))
+            unfinished.write(number, _arrays(encoded))
         _wait(processes)
         if rank == 0:
             values: dict[str, Any] = {"description": description}
@@ -194,26 +195,43 @@ class Encoder:
         }
 
 
-def _rows(data: Encodable, encoder: Encoder, starts: Sequence[int]) -> dict[str, int]:
-    """Return the number of rows of a part by array, given the first images of its batches."""
-    end = min(starts[-1] + encoder.batch_size, len(data))
-    rows = end - starts[0]
-    if isinstance(data, CaptionFile):
-        return {"caption_features": rows}
-    if isinstance(data, PictureFolder):
-        return {"image_features": rows}
-    captions = data.first_caption[end] - data.first_caption[starts[0]]
-    return {"image_features": rows, "caption_features": int(captions)}
+class _Part(NamedTuple):
+    """The first images of the batches of a part, or their first captions, and its number of rows by array."""
+
+    starts: Sequence[int]
+    rows: dict[str, int]
 
 
-def _arrays(encoded: Sequence[EvaluationBatch], data: Encodable) -> dict[str, np.ndarray]:
+def _plan(encoder: Encoder) -> list[_Part]:
+    """Return the parts of a folder, each of whole batches."""
+    data = encoder.data
+    batches_per_part = max(1, PART_ROWS // encoder.batch_size)
+    plan = []
+    for first in range(0, len(encoder.starts), batches_per_part):
+        starts = encoder.starts[first : first + batches_per_part]
+        end = min(starts[-1] + encoder.batch_size, len(data))
+        rows = {}
+        if not isinstance(data, CaptionFile):
+            rows["image_features"] = end - starts[0]
+        if isinstance(data, CaptionFile):
+            rows["caption_features"] = end - starts[0]
+        elif isinstance(data, Collection):
+            rows["caption_features"] = int(data.first_caption[end] - data.first_caption[starts[0]])
+        plan.append(_Part(starts, rows))
+    return plan
+
+
+def _arrays(encoded: Sequence[EvaluationBatch]) -> dict[str, np.ndarray]:
     """Return the embeddings of batches as arrays; raise ``UserError`` for one that is not a finite unit vector."""
     arrays = {}
-    for array, field, side in (("image_features", "images", "image"), ("caption_features", "texts", "caption")):
-        if getattr(encoded[0], field) is not None:
-            embeddings = torch.cat([getattr(batch, field) for batch in encoded])
-            check_embeddings(side, embeddings, None)
-            arrays[array] = embeddings.numpy()
+    if encoded[0].images is not None:
+        images = torch.cat([batch.images for batch in encoded])
+        check_embeddings("image", images, None)
+        arrays["image_features"] = images.numpy()
+    if encoded[0].texts is not None:
+        texts = torch.cat([batch.texts for batch in encoded])
+        check_embeddings("caption", texts, None)
+        arrays["caption_features"] = texts.numpy()
     return arrays
 
 

@@ -91,8 +91,8 @@ class Merger:
     ):
         self.models, self.model, self.device, self.precision = models, model, device, precision
         self.shards, self.retain, self.batch_norm = shards, retain, batch_norm
-        for other in models[1:]:
-            check_same_model(models[0], other)
+        for further_model in models[1:]:
+            check_same_model(models[0], further_model)
         self._norms: dict[str, Any] = {}
         for name, module in model.named_modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
@@ -107,12 +107,13 @@ class Merger:
         """
         if self.batch_norm is not None:
             return
-        first = self.models[0]
+        first, *further_models = self.models
         for norm in self._norms:
-            for other in self.models[1:]:
-                if not torch.equal(first.weights[f"{norm}.running_mean"], other.weights[f"{norm}.running_mean"]):
+            statistic = f"{norm}.running_mean"
+            for model in further_models:
+                if not torch.equal(first.weights[statistic], model.weights[statistic]):
                     raise UserError(
-                        f"{first.name} and {other.name} have batch norm ({norm}), and a mean of running statistics "
+                        f"{first.name} and {model.name} have batch norm ({norm}), and a mean of running statistics "
                         "fits neither: where it was measured, RSUM was 35.9 with averaged statistics and 61.9 with "
                         "recomputed ones. Add --batch-norm SHARDS, of training data, to recompute them"
                     )

@@ -1,6 +1,5 @@
 """``vl-plugins merge``: what it prints and writes, by what the other commands say of the same models."""
 
-import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -245,6 +244,7 @@ def test_models_that_differ(folder, val, tmp_path, capsys):
         ("0.pt 1.pt 2.pt --plot a.png", "--weights and --plot are for two models, got 3"),
         ("0.pt 1.pt --weights 0.5 1.5", "--weights must be from 0 to 1, got 1.5"),
         ("0.pt 1.pt --out 1.pt", "--out 1.pt would replace a file of 1.pt"),
+        ("0.pt 1.pt TORCHRUN", "merge runs in one process: start it without torchrun"),
         ("0.pt 1.pt --out merged", "--out must end in .pt"),
         ("0.pt 1.pt --plot curve.gif", "the picture must end in .png, .pdf or .svg"),
         ("0.pt 1.pt --retain no.csv", "no.csv does not exist"),
@@ -253,8 +253,10 @@ def test_models_that_differ(folder, val, tmp_path, capsys):
 )
 def test_wrong_options(folder, val, tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(folder)
+    if words.endswith("TORCHRUN"):
+        words = words.removesuffix("TORCHRUN")
+        monkeypatch.setenv("WORLD_SIZE", "2")
     flags = ["--shards", val, "--out", str(tmp_path / "out.pt"), "--model", "vl-tiny"]
-    with contextlib.suppress(SystemExit):
-        assert main(["merge", *flags, *words.format(val=val).split()]) == 2
+    assert main(["merge", *flags, *words.format(val=val).split()]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out.pt").exists()

@@ -1,6 +1,7 @@
 """``vl-plugins merge``: means of the weights of models, evaluated, and the best of them as a checkpoint."""
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,6 +88,8 @@ def _check(arguments: argparse.Namespace, paths: Mapping[str, str]) -> None:
     """Raise an error for options that do not fit, before any model is loaded."""
     if len(paths) < 2:
         raise UserError("give two checkpoints or more")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("merge runs in one process: start it without torchrun")
     if len(paths) > 2 and (arguments.weights or arguments.plot):
         raise UserError(f"--weights and --plot are for two models, got {len(paths)}: of more, the mean is evaluated")
     for weight in _weights(arguments):
@@ -124,8 +127,8 @@ def _shares(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, tu
                 row += f" ({names[int(weight)]})"
             shares[row] = (1 - weight, weight)
         return shares
-    for place, name in enumerate(names):
-        shares[name] = tuple(float(place == other) for other in range(len(names)))
+    for name in names:
+        shares[name] = tuple(float(name == model) for model in names)
     shares["mean of all"] = (1 / len(names),) * len(names)
     return shares
 

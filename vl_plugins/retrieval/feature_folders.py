@@ -263,8 +263,8 @@ class UnfinishedFolder:
         for name in settings | former:
             if former.get(name) != settings.get(name):
                 difference = f"{name} {former.get(name)!r}, now {settings.get(name)!r}"
-                parts = f"{self.folder} has parts of another run"
-                raise UserError(f"{parts} ({difference}): remove it, or choose another name")
+                state = f"{self.folder} has parts of another run"
+                raise UserError(f"{state} ({difference}): remove it, or choose another name")
 
     def missing(self) -> list[int]:
         """Return the numbers of the parts that are not there, or not whole."""
