@@ -15,7 +15,18 @@ from torch import nn
 
 from vl_plugins.errors import MALFORMED_CONTENT, UserError, one_of, reason, require, user_errors, warn_of_input
 
-__all__ = ["AUTOCAST", "INPUTS", "OTHER_FORMATS", "PRECISIONS", "is_of_pml", "load_model", "read_torch_file"]
+__all__ = [
+    "AUTOCAST",
+    "INPUTS",
+    "OTHER_FORMATS",
+    "PRECISIONS",
+    "checkpoint_of_run",
+    "is_of_pml",
+    "load_model",
+    "read_torch_file",
+]
+
+BEST = "best.pt"
 
 # Files of other libraries, which open_clip reads.
 OTHER_FORMATS = (".npy", ".npz", ".safetensors")
@@ -81,23 +92,25 @@ def is_of_pml(content: Any) -> bool:
 
 
 def find_checkpoint(checkpoint: str | Path) -> str | Path:
-    """Return the checkpoint of a run folder: the best one, or where there is none the newest.
-
-    Other names stay as they are. A warning says that it is the best one.
-    """
-    folder = Path(checkpoint)
-    if not folder.is_dir():
+    """Return :func:`checkpoint_of_run` of a folder, and warn if it is the best one; other names stay as they are."""
+    if not Path(checkpoint).is_dir():
         return checkpoint
+    file = checkpoint_of_run(checkpoint)
+    if file.name == BEST and file.is_file():
+        warn_of_input(f"{checkpoint}: its best checkpoint is taken, {file}; for another one, name the file")
+    return file
+
+
+def checkpoint_of_run(run: str | Path) -> Path:
+    """Return the checkpoint in the folder of a run that stands for it: the best one, or else the newest."""
+    folder = Path(run)
     # epoch_9, epoch_10, epoch_latest
     epochs = sorted(folder.glob("checkpoints/epoch_*.pt"), key=lambda file: (len(file.name), file.name))
-    for best in (folder / "checkpoints/best.pt", folder / "best.pt"):
-        if best.is_file():
-            warn_of_input(f"{folder}: its best checkpoint is taken, {best}; for another one, name the file")
-            return best
-    for file in (*reversed(epochs), folder / "latest.pt"):
+    newest_first = [*reversed(epochs), folder / "latest.pt"]
+    for file in (folder / "checkpoints" / BEST, folder / BEST, *newest_first):
         if file.is_file():
             return file
-    return folder / "best.pt"
+    return folder / BEST
 
 
 def read_torch_file(file: str | os.PathLike) -> Any:

@@ -26,7 +26,7 @@ ENTRY = "best"  # of a checkpoint: a BestEpoch as a dict
 # Names of metrics of which the smallest is the best have one of these.
 SMALLER_IS_BETTER = ("loss", "rank")
 # Entries of a checkpoint with which a training goes on.
-OF_TRAINING = ("optimizer", "scaler")
+OF_TRAINING = ("optimizer", "scaler", "global_step", "samples_seen")
 
 
 class BestEpoch(NamedTuple):

@@ -331,12 +331,7 @@ def get_data(
         pad_id = pad_id_of(tokenizer) if has_texts else None
         data["train"] = TrainingData(data["train"], steps, args, pad_id, look_at_start)
     if "val_data" in splits:
-        dataset = ShardDataset(splits["val_data"], preprocess_fns[1], tokenizer, max_image_pixels=args.max_image_pixels)
-        # FSDP's processes encode together, so all encode everything.
-        shared = {} if getattr(args, "fsdp", False) else {"rank": args.rank, "world_size": args.world_size}
-        loader = evaluation_loader(dataset, args.batch_size, workers=args.workers, **shared)
-        loader.num_samples = len(dataset)  # for wandb
-        data["val"] = DataInfo(loader)
+        data["val"] = _validation_data(args, splits["val_data"], preprocess_fns[1], tokenizer)
     return data
 
 
@@ -377,3 +372,12 @@ def _training_data(
     loader.num_batches = len(loader)
     loader.num_samples = len(sampler) * sampler.world_size
     return DataInfo(loader, sampler)
+
+
+def _validation_data(args: Namespace, collection: Collection, transform: Callable, tokenizer: Any) -> DataInfo:
+    dataset = ShardDataset(collection, transform, tokenizer, max_image_pixels=args.max_image_pixels)
+    # FSDP's processes encode together, so all encode everything.
+    shared = {} if getattr(args, "fsdp", False) else {"rank": args.rank, "world_size": args.world_size}
+    loader = evaluation_loader(dataset, args.batch_size, workers=args.workers, **shared)
+    loader.num_samples = len(dataset)  # for wandb
+    return DataInfo(loader)

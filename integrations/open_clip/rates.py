@@ -1,8 +1,8 @@
 """Learning rates of parts of a model, in the optimizer that open_clip makes.
 
-A parameter has the rate ``--lr`` times its scale. With the rate r of its part, such as ``--image-lr``, and the decay d
-of its tower, the scale is (r / lr) d^n, where n layers of the tower are above its own. The projection is the top layer,
-then come the blocks, and the embeddings are the lowest one.
+A parameter has the rate ``--lr`` times its scale. With the rate r of its part of the model, such as ``--image-lr``, and
+the decay d of its tower, the scale is (r / lr) d^n, where n layers of the tower are above its own. The projection is
+the top layer, then come the blocks, and the embeddings are the lowest one.
 
 The layers are those of ``layer_groups()`` of open_clip 4.x, which itself multiplies the rates by d^n. So this file does
 it for 3.x only.
@@ -44,12 +44,12 @@ class Rate(NamedTuple):
     """What parameters with one rate share.
 
     Attributes:
-        part: ``"image"``, ``"text"`` or ``"head"``; "" for the rest of the model.
+        owner: ``"image"``, ``"text"`` or ``"head"``; "" for the rest of the model.
         depth: layers above theirs.
         scale: their rate divided by ``--lr``.
     """
 
-    part: str
+    owner: str
     depth: int
     scale: float
 
@@ -73,61 +73,61 @@ def split_groups(optimizer: Optimizer, model: nn.Module, args: Namespace) -> Non
     rate_of_parameter = parameter_rates(model, args)
     groups: list[dict[str, Any]] = []
     groups_of_rest: list[dict[str, Any]] = []
-    parts = set()
+    owners = set()
     for group in optimizer.param_groups:
         parameters_of_rate: dict[Rate, list[nn.Parameter]] = {}
         for parameter in group["params"]:
             rate = rate_of_parameter.get(parameter, REST)
             parameters_of_rate.setdefault(rate, []).append(parameter)
         for rate, parameters in parameters_of_rate.items():
-            parts.add(rate.part)
+            owners.add(rate.owner)
             scale = group.get("lr_scale", 1.0) * rate.scale
             split = {**group, "params": parameters, "lr": group["lr"] * rate.scale, "lr_scale": scale}
             (groups_of_rest if rate == REST else groups).append(split)
     for option in OWN_RATES:
-        part = option.partition("_")[0]
-        if getattr(args, option) is not None and part not in parts:
-            raise UserError(f"{flag(option)} has no effect: no parameter of the {part} is trained: remove it")
+        owner = option.partition("_")[0]
+        if getattr(args, option) is not None and owner not in owners:
+            raise UserError(f"{flag(option)} has no effect: no parameter of the {owner} is trained: remove it")
     optimizer.param_groups[:] = groups_of_rest + groups
 
 
 def parameter_rates(model: nn.Module, args: Namespace) -> dict[nn.Parameter, Rate]:
     """Return the rates of parameters that have another one than the rest of the model."""
     rates: dict[nn.Parameter, Rate] = {}
-    for part in ("image", "text"):
-        rate = getattr(args, f"{part}_lr")
-        decay = None if HAS_TASKS else getattr(args, f"{part}_layer_decay")
+    for owner in ("image", "text"):
+        rate = getattr(args, f"{owner}_lr")
+        decay = None if HAS_TASKS else getattr(args, f"{owner}_layer_decay")
         if rate is None and decay is None:
             continue
         scale = 1.0 if rate is None else rate / args.lr
-        depths = {} if decay is None else _depths(layer_groups(_tower(model, part)))
-        for parameter in _parameters(model, part):
+        depths = {} if decay is None else _depths(layer_groups(_tower(model, owner)))
+        for parameter in _parameters(model, owner):
             depth = depths.get(parameter, 0)
-            rates[parameter] = Rate(part, depth, scale if decay is None else scale * decay**depth)
+            rates[parameter] = Rate(owner, depth, scale if decay is None else scale * decay**depth)
     if args.head_lr is not None:
         for parameter in _parameters(model, "head"):
             rates[parameter] = Rate("head", 0, args.head_lr / args.lr)
     return rates
 
 
-def _tower(model: nn.Module, part: str) -> Any:
+def _tower(model: nn.Module, owner: str) -> Any:
     """Return a tower; CLIP's own text tower is the model itself."""
-    return model.visual if part == "image" else getattr(model, "text", model)
+    return model.visual if owner == "image" else getattr(model, "text", model)
 
 
-def _parameters(model: nn.Module, part: str) -> Iterator[nn.Parameter]:
+def _parameters(model: nn.Module, owner: str) -> Iterator[nn.Parameter]:
     """Yield the parameters of a tower, or of the heads and the loss."""
     has_text_module = hasattr(model, "text")
     for name, parameter in model.named_parameters():
         if name.startswith(HEADS):
-            part_of_name = "head"
+            owner_of_name = "head"
         elif name.startswith("visual."):
-            part_of_name = "image"
+            owner_of_name = "image"
         elif name.startswith("text.") or not (has_text_module or name.startswith(NUMBERS)):
-            part_of_name = "text"
+            owner_of_name = "text"
         else:
-            part_of_name = ""
-        if part_of_name == part:
+            owner_of_name = ""
+        if owner_of_name == owner:
             yield parameter
 
 

@@ -104,12 +104,7 @@ def train(args: Namespace) -> int:
         if name.startswith("torch."):  # whose compiler logs a summary at exit, even an empty one
             logging.getLogger(name).setLevel(logging.WARNING)
     if args.train_data and getattr(args, "save_logs", False):
-        run = shlex.quote(os.path.join(args.logs, args.name))
-        shards = shlex.quote(args.val_data) if args.val_data else "SHARDS"
-        epoch = "last" if launch.best is None else "best"
-        logging.info(f"To evaluate the {epoch} epoch: vl-plugins evaluate --checkpoint {run} --shards {shards}")
-        if launch.best is not None:
-            logging.info(launch.best.last_line())
+        launch.log_end()
     return 0
 
 
@@ -228,6 +223,15 @@ class _Launch:
         if any(getattr(args, option) is not None for option in OWN_RATES):
             replacements += host.optimizer_replacements(self.split_groups)
         return replacements
+
+    def log_end(self) -> None:
+        """Log how to evaluate what was trained, and which epoch is the best."""
+        run = shlex.quote(os.path.join(self.args.logs, self.args.name))
+        shards = shlex.quote(self.args.val_data) if self.args.val_data else "SHARDS"
+        epoch = "last" if self.best is None else "best"
+        logging.info(f"To evaluate the {epoch} epoch: vl-plugins evaluate --checkpoint {run} --shards {shards}")
+        if self.best is not None:
+            logging.info(self.best.last_line())
 
     def split_groups(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the parts of the model their rates."""

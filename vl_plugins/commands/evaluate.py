@@ -190,8 +190,8 @@ def _content(path: str) -> str:
     if arrays:  # a folder of features
         return " ".join(sha256(array) for array in arrays)
     if os.path.isdir(path):
-        from vl_plugins.integrations.loading import find_checkpoint
+        from vl_plugins.integrations.loading import checkpoint_of_run
 
-        checkpoint = find_checkpoint(path)
+        checkpoint = checkpoint_of_run(path)
         return sha256(checkpoint) if os.path.isfile(checkpoint) else os.path.abspath(checkpoint)
     return path

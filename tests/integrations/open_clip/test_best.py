@@ -72,7 +72,7 @@ def test_the_best_epoch_and_the_end(flags, straight, folder, metric, patience):
     assert_equal_nested(dict(last["state_dict"]), dict(read_checkpoint(straight, end)["state_dict"]))
     assert (saved["epoch"], saved["best"]["value"]) == (best, values[best])
     assert last["best"] == {**saved["best"], "evaluations_since": end - best}
-    assert last.keys() - saved.keys() == {"optimizer"}
+    assert last.keys() - saved.keys() - {"global_step", "samples_seen"} == {"optimizer"}  # 4.x has counters, too
     if best > 0:
         assert_equal_nested(dict(saved["state_dict"]), dict(read_checkpoint(straight, best)["state_dict"]))
     line = log_of(folder).splitlines()[-1]
@@ -114,8 +114,11 @@ def test_a_best_epoch_that_is_trained_again(flags, folder):
     for epoch in range(ahead["epoch"], EPOCHS + 1):
         (checkpoints / f"epoch_{epoch}.pt").unlink()
     logging.getLogger().handlers.clear()
+    assert main([*flags, "--resume", "latest", "--epochs", str(ahead["epoch"] - 1)]) == 0  # trains nothing
+    saved = read_checkpoint(folder, ahead["epoch"] - 1)["best"]
+    assert read_best(folder)["epoch"] == saved["epoch"] < ahead["epoch"]
     assert main([*flags, "--resume", "latest"]) == 0
-    assert_equal_nested(read_torch_file(checkpoints / "best.pt"), read_torch_file("ahead.pt"))
+    assert_equal_nested(read_best(folder), read_torch_file("ahead.pt"))
 
 
 def test_the_latest_checkpoint_is_never_the_best_one(flags, folder, capfd):

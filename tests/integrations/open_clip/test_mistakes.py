@@ -60,7 +60,7 @@ def warnings_of(tmp_path, monkeypatch):
     def train(*flags):
         logging.getLogger().handlers.clear()
         assert main([*TINY, *flags]) == 0
-        return re.findall(r"\| WARNING \| (.*)", (tmp_path / "logs/run/out.log").read_text())
+        return re.findall(r"\| WARNING \| (?:root \| )?(.*)", (tmp_path / "logs/run/out.log").read_text())
 
     return train
 
