@@ -5,10 +5,13 @@ A line is printed only where its cause is certain, so that a training without on
 
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import Any
 
 import open_clip
 from open_clip.constants import OPENAI_DATASET_MEAN
 from torch import Tensor, nn
+
+from vl_plugins.integrations.open_clip.steps import pad_id_of
 
 __all__ = ["mistakes_of_captions", "mistakes_of_images", "mistakes_of_settings"]
 
@@ -53,21 +56,24 @@ def mistakes_of_settings(args: Namespace, steps: int, model: nn.Module) -> list[
     return lines
 
 
-def mistakes_of_captions(captions: int, cut: int, length: int, args: Namespace) -> list[str]:
-    """Return the mistakes that the first captions show.
+def mistakes_of_captions(texts: Tensor, tokenizer: Any, args: Namespace) -> list[str]:
+    """Return the mistakes that the captions of the first batch show.
 
     Args:
-        captions: how many were counted.
-        cut: how many are longer than the context.
-        length: of the context.
+        texts: (B, L) tokens.
+        tokenizer: of the model.
         args: the launcher's options.
     """
-    if cut <= CUT_SHARE * captions:
+    length = tokenizer.context_length
+    if texts.shape[1] < length:  # 4.x may fill up to the longest of a batch
+        return []
+    filled = int((texts[:, length - 1] != pad_id_of(tokenizer)).sum())
+    if filled <= CUT_SHARE * len(texts):
         return []
     return [
-        f"{cut} of the first {captions} captions are longer than the context of {length} tokens, so their ends are "
-        "cut: shorten them, or take a longer --force-context-length; "
-        f"`vl-plugins shards info SHARDS --model {args.model}` counts them all"
+        f"{filled} of the {len(texts)} captions of the first batch fill the context of {length} tokens, and what is "
+        "beyond is cut: shorten them, or take a longer --force-context-length; "
+        f"`vl-plugins shards info SHARDS --model {args.model}` counts those that are cut"
     ]
 
 

@@ -53,7 +53,6 @@ from vl_plugins.integrations.open_clip.resume import (
     settings_of,
 )
 from vl_plugins.integrations.open_clip.steps import Steps
-from vl_plugins.integrations.open_clip.tokens import CountingTokenizer
 from vl_plugins.integrations.open_clip.trained_loss import attach_loss, joined_checkpoint, separated_checkpoint
 
 __all__ = ["train"]
@@ -140,7 +139,6 @@ class _Launch:
         self.tokenizer: Any = None
         self.is_validated = False
         self.training_steps = 0  # known with the data
-        self.counting_tokenizer: CountingTokenizer | None = None
 
     @property
     def continues(self) -> bool:
@@ -153,7 +151,6 @@ class _Launch:
         """Return the data of both readers."""
         self.tokenizer = tokenizer
         if self.loss is not None:
-            self.counting_tokenizer = tokenizer = CountingTokenizer(tokenizer, self.args.batch_size)
             options["look_at_start"] = self.log_mistakes
         options |= {"tokenizer": tokenizer, "host_get_data": self.host_get_data}
         leaves_out = self.loss is not None and not self.loss.one_set
@@ -167,11 +164,9 @@ class _Launch:
         """Log what is certainly wrong with a training, by its flags and its first batch."""
         if not is_master(self.args):
             return
-        assert self.counting_tokenizer is not None  # there is a loss
-        captions, cut = self.counting_tokenizer.counts
         lines = [
             *mistakes_of_settings(self.args, self.training_steps, self.model),
-            *mistakes_of_captions(captions, cut, texts.shape[1], self.args),
+            *mistakes_of_captions(texts, self.tokenizer, self.args),
             *mistakes_of_images(images, self.model.visual.preprocess_cfg["mean"], self.args),
         ]
         for line in lines:
@@ -184,8 +179,6 @@ class _Launch:
             with generators_kept():  # so that the training is as it is without
                 writer = options.get("tb_writer")
                 trainer.evaluate(host.evaluated(model), data, 0, self.args, tb_writer=writer, tokenizer=self.tokenizer)
-            if self.counting_tokenizer is not None:
-                self.counting_tokenizer.restart()
         train_one_epoch(model, data, *given, **options)
 
     def evaluate(self, model: Any, data: Any, epoch: int, args: Namespace, **options: Any) -> dict[str, float]:
