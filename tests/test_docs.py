@@ -15,7 +15,7 @@ from accelerate.commands.launch import launch_command_parser
 
 from benchmarks import claims, study
 from tests.helpers.training_steps import config_of_command, step_of_each_stage
-from vl_plugins.cli import build_parser
+from vl_plugins.cli import build_parser, main
 from vl_plugins.integrations.examples.lightning_module import RetrievalModule
 from vl_plugins.integrations.open_clip.flags import REFUSALS, flag, parse_args
 from vl_plugins.integrations.pytorch_metric_learning.command_line import build_parser as build_towers_parser
@@ -52,6 +52,7 @@ def folder(tmp_path, toy_scenes, toy_shards, monkeypatch):
     (tmp_path / "toy").symlink_to(toy_scenes)
     (tmp_path / "toy-shards").symlink_to(toy_shards)
     shutil.copytree(files / "logs" / "set", tmp_path / "logs" / "sets")
+    shutil.copytree(files / "logs" / "triplet", tmp_path / "logs" / "run")
     shutil.copytree(files / "model", tmp_path / "model")
     open_clip.add_model_config(tmp_path / "model" / "tiny.json")
     monkeypatch.chdir(tmp_path)
@@ -69,7 +70,12 @@ RUN = [
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
 def test_python(page, folder):
     variables = {"__name__": page.stem}
-    for block in blocks(page, "python"):
+    code = blocks(page, "python")
+    if page.stem == "after_training":
+        assert main(["encode", "logs/run", "toy/train", "pictures.npz"]) == 0
+        if importlib.util.find_spec("faiss"):
+            code += blocks(page, "py")
+    for block in code:
         exec(compile(block, page.name, "exec"), variables)
         leaves = [value for value in variables.values() if isinstance(value, torch.Tensor) and value.requires_grad]
         assert all(leaf.grad.isfinite().all() and leaf.grad.any() for leaf in leaves if leaf.is_leaf)
