@@ -25,6 +25,7 @@ FILE = "best.pt"
 ENTRY = "best"  # of a checkpoint: a BestEpoch as a dict
 # Names of metrics of which the smallest is the best have one of these.
 SMALLER_IS_BETTER = ("loss", "rank")
+SAME = 1e-9  # relative difference of values that count as equal
 # Entries of a checkpoint with which a training goes on.
 OF_TRAINING = ("optimizer", "scaler", "global_step", "samples_seen")
 
@@ -46,8 +47,11 @@ class BestEpoch(NamedTuple):
 
     def after(self, value: float, epoch: int) -> "BestEpoch":
         """Return the best epoch after another validation."""
-        is_improvement = value < self.value if self._minimizes() else value > self.value
-        if is_improvement or (math.isnan(self.value) and not math.isnan(value)):
+        # Equal recalls may differ in the last digits of their sum.
+        is_equal = math.isclose(value, self.value, rel_tol=SAME)
+        is_beyond = value < self.value if self._minimizes() else value > self.value
+        is_first = math.isnan(self.value) and not math.isnan(value)
+        if is_first or (is_beyond and not is_equal):
             return BestEpoch(self.metric, value, epoch)
         return self._replace(evaluations_since=self.evaluations_since + 1)
 

@@ -220,9 +220,8 @@ class _Launch:
     def log_end(self) -> None:
         """Log how to evaluate what was trained, and which epoch is the best."""
         run = shlex.quote(os.path.join(self.args.logs, self.args.name))
-        shards = shlex.quote(self.args.val_data) if self.args.val_data else "SHARDS"
         epoch = "last" if self.best is None else "best"
-        logging.info(f"To evaluate the {epoch} epoch: vl-plugins evaluate --checkpoint {run} --shards {shards}")
+        logging.info(f"To evaluate the {epoch} epoch: vl-plugins evaluate --checkpoint {run} --shards TEST_SHARDS")
         if self.best is not None:
             logging.info(self.best.last_line())
 

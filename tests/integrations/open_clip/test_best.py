@@ -175,3 +175,13 @@ def test_values_that_are_no_numbers():
     best = best.after(-5.0, 2)
     assert best == BestEpoch("rsum", -5.0, 2, 0)
     assert best.after(math.nan, 3) == best.after(-5.0, 3) == BestEpoch("rsum", -5.0, 2, 1)
+
+
+def test_equal_recalls_are_no_improvement():
+    """Their sums may differ by rounding."""
+    best = BestEpoch("rsum").after(51.85185185185185, 2)
+    assert best.after(51.851851851851855, 3) == BestEpoch("rsum", 51.85185185185185, 2, evaluations_since=1)
+    assert best.after(51.86, 3).epoch == 3
+    smallest = BestEpoch("clip_val_loss").after(0.3, 1)
+    assert smallest.after(0.1 + 0.2 - 1e-16, 2).epoch == 1
+    assert smallest.after(0.29, 2).epoch == 2
