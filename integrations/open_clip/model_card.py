@@ -73,8 +73,11 @@ def _model_lines(saved: SavedModel) -> list[str]:
     lines = [f"{text}."]
     merged = saved.content.get("merged")
     if merged:
-        shares = [f"{share:g} of `{path}`" for path, share in merged.items()]
-        lines.append(f"Its weights are a mean: {', '.join(shares)}.")
+        shares = [f"{share:g} of `{path}`" for path, share in merged["shares"].items()]
+        sentence = f"Its weights are a mean, chosen on `{merged['chosen_on']}`: {', '.join(shares)}."
+        if merged["batch_norm"]:
+            sentence += f" Statistics of batch norm were computed anew on `{merged['batch_norm']}`."
+        lines.append(sentence)
     return lines
 
 

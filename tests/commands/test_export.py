@@ -173,6 +173,17 @@ def test_the_card_has_data_loss_flags_and_numbers(tmp_path, capsys, monkeypatch)
     assert "/home/me" not in card
 
 
+def test_the_card_of_a_merged_model_says_how_it_was_merged(tmp_path, toy_shards, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before, after = save(tmp_path / "before.pt"), save(tmp_path / "after.pt")
+    val = f"{toy_shards}/toy-val-000000.tar"
+    flags = ["--shards", val, "--workers", "0", "--weights", "0.25", "--out", "merged.pt"]
+    assert main(["merge", before, after, *flags]) == 0
+    assert main(["export", "merged.pt", "--to", "out"]) == 0
+    mean = f"Its weights are a mean, chosen on `{val}`: 0.75 of `{before}`, 0.25 of `{after}`.\n"
+    assert mean in Path("out/README.md").read_text()
+
+
 def test_results_are_those_of_the_checkpoint(tmp_path, toy_shards, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ours, baseline = save(tmp_path / "ours.pt"), save(tmp_path / "baseline.pt", force_quick_gelu=True)

@@ -71,7 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
             mean.weights.clear()
         means[name] = mean
     print(_table(means))
-    merged = dict(zip(paths.values(), shares[best], strict=True))
+    shares_of_paths = dict(zip(paths.values(), shares[best], strict=True))
+    merged = {"shares": shares_of_paths, "chosen_on": arguments.shards, "batch_norm": arguments.batch_norm}
     merger.models[0].write(arguments.out, means[best].weights, merged=merged)
     print(f"wrote {arguments.out}: {best}, with the best RSUM of {arguments.shards}; report numbers of another split")
     if arguments.plot:
