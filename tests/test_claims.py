@@ -289,6 +289,8 @@ QUOTED = {
         ("vlc-learned", "clip", "fine-tuned"),
         ("unified-learned", "clip", "clipart"),
         ("vlc-learned", "clip", "clipart"),
+        ("unified-learned", "clip", "clipart-scratch"),
+        ("unified-learned", "vlc-learned", "exact-captions"),
         ("unified-learned", "clip", "stamps"),
         ("unified-learned", "clip", "swapped"),
         ("unified-learned", "clip", "far"),
@@ -346,8 +348,11 @@ QUOTED = {
         ("unified-learned", "clip", "clipart"),
         ("vlc-learned", "clip", "clipart"),
         ("unified-learned", "vlc-learned", "clipart"),
+        ("unified-learned", "clip", "clipart-scratch"),
+        ("unified-learned", "vlc-learned", "exact-captions"),
         ("unified-learned", "clip", "stamps"),
         ("vlc-learned", "clip", "stamps"),
+        ("unified-learned", "vlc-learned", "equal-captions"),
         ("unified-learned", "clip", "equal-captions"),
         ("unified-without-ids", "clip", "equal-captions"),
     ],
@@ -379,13 +384,15 @@ def test_quoted_intervals_are_those_of_the_study(page):
 
 # The table of first rates in docs/measured.md: the beginning of a row, its regime, and the methods in its cells.
 FIRST_RATES = [
-    ("a CLIP of other scenes", "fine-tuned", ("clip", "unified-learned", "vlc-learned")),
+    ("a CLIP of other scenes | 512 scenes |", "fine-tuned", ("clip", "unified-learned", "vlc-learned")),
     ("the same, scale fixed at 50", "fine-tuned", ("", "unified", "vlc")),
     ("the same | 512 scenes, a fifth", "swapped", ("clip", "unified-learned", "")),
     ("a CLIP of photographic negatives", "far", ("clip", "unified-learned", "")),
     ("a CLIP of scenes | 3,578", "clipart", ("clip", "unified-learned", "vlc-learned")),
     ("a CLIP of scenes | 575", "stamps", ("clip", "unified-learned", "vlc-learned")),
     ("none | 2,048", "scratch", ("clip", "unified-learned", "")),
+    ("none | 3,578", "clipart-scratch", ("clip", "unified-learned", "")),
+    ("a CLIP of other scenes | 512 scenes with exact", "exact-captions", ("", "unified-learned", "vlc-learned")),
 ]
 
 
