@@ -353,6 +353,8 @@ QUOTED = {
         ("unified-learned", "clip", "stamps"),
         ("vlc-learned", "clip", "stamps"),
         ("unified-learned", "vlc-learned", "equal-captions"),
+        ("vlc-learned", "clip", "clipart-scratch"),
+        ("unified-learned", "vlc-learned", "clipart-scratch"),
         ("unified-learned", "clip", "equal-captions"),
         ("unified-without-ids", "clip", "equal-captions"),
     ],
@@ -391,7 +393,7 @@ FIRST_RATES = [
     ("a CLIP of scenes | 3,578", "clipart", ("clip", "unified-learned", "vlc-learned")),
     ("a CLIP of scenes | 575", "stamps", ("clip", "unified-learned", "vlc-learned")),
     ("none | 2,048", "scratch", ("clip", "unified-learned", "")),
-    ("none | 3,578", "clipart-scratch", ("clip", "unified-learned", "")),
+    ("none | 3,578", "clipart-scratch", ("clip", "unified-learned", "vlc-learned")),
     ("a CLIP of other scenes | 512 scenes with exact", "exact-captions", ("", "unified-learned", "vlc-learned")),
 ]
 
