@@ -210,12 +210,11 @@ def _plan(encoder: Encoder) -> list[_Part]:
     for first in range(0, len(encoder.starts), batches_per_part):
         starts = encoder.starts[first : first + batches_per_part]
         end = min(starts[-1] + encoder.batch_size, len(data))
-        rows = {}
-        if not isinstance(data, CaptionFile):
-            rows["image_features"] = end - starts[0]
         if isinstance(data, CaptionFile):
-            rows["caption_features"] = end - starts[0]
-        elif isinstance(data, Collection):
+            rows = {"caption_features": end - starts[0]}
+        else:
+            rows = {"image_features": end - starts[0]}
+        if isinstance(data, Collection):
             rows["caption_features"] = int(data.first_caption[end] - data.first_caption[starts[0]])
         plan.append(_Part(starts, rows))
     return plan

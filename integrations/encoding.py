@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vl_plugins.data import Collection, EvaluationBatch
+from vl_plugins.data import EvaluationBatch
 from vl_plugins.distributed import world_size
 from vl_plugins.integrations.loading import AUTOCAST, INPUTS
 from vl_plugins.retrieval.features import Features, describe_similarity
@@ -18,16 +18,10 @@ __all__ = [
     "encode_batches",
     "features_of",
     "gather_batches",
-    "hash_shards",
     "retrieval_metrics",
     "similarity_of",
     "validate",
 ]
-
-
-def hash_shards(collection: Collection) -> str:
-    """Return a SHA-256 of the captions and of the sizes of the images, however these are divided into shards."""
-    return collection.digest()
 
 
 def validate(

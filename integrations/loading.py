@@ -17,16 +17,19 @@ from vl_plugins.errors import MALFORMED_CONTENT, UserError, one_of, reason, requ
 
 __all__ = [
     "AUTOCAST",
+    "BEST",
     "INPUTS",
     "OTHER_FORMATS",
     "PRECISIONS",
     "checkpoint_of_run",
     "is_of_pml",
+    "load_content",
     "load_model",
+    "read_content",
     "read_torch_file",
 ]
 
-BEST = "best.pt"
+BEST = "best.pt"  # of a run of either trainer
 
 # Files of other libraries, which open_clip reads.
 OTHER_FORMATS = (".npy", ".npz", ".safetensors")
@@ -72,10 +75,30 @@ def load_model(
     """
     one_of("precision", precision, PRECISIONS)  # open_clip takes any other for fp32
     checkpoint = find_checkpoint(checkpoint)
-    file, content = Path(checkpoint), None
+    content = read_content(checkpoint)
+    return load_content(checkpoint, content, model, model_config=model_config, device=device, precision=precision)
+
+
+def read_content(checkpoint: str | Path) -> Any:
+    """Return what ``torch.save`` wrote into a checkpoint; None of a tag, a model of the hub and other formats."""
+    file = Path(checkpoint)
+    if not file.is_file() or file.suffix in OTHER_FORMATS:
+        return None
     with user_errors(f"checkpoint {checkpoint}", *MALFORMED_CONTENT):
-        if file.is_file() and file.suffix not in OTHER_FORMATS:
-            content = read_torch_file(file)
+        return read_torch_file(file)
+
+
+def load_content(
+    checkpoint: str | Path,
+    content: Any,
+    model: str | None = None,
+    *,
+    model_config: str | Path | None = None,
+    device: str | torch.device = "cpu",
+    precision: str = "fp32",
+) -> tuple[nn.Module, Callable, Callable]:
+    """Load a checkpoint, whose content :func:`read_content` has returned, as :func:`load_model` does."""
+    with user_errors(f"checkpoint {checkpoint}", *MALFORMED_CONTENT):
         if is_of_pml(content):
             host = importlib.import_module("vl_plugins.integrations.pytorch_metric_learning.checkpoints")
             towers, transform, tokenizer = host.load_towers(checkpoint, content, model, device)

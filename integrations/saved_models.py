@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vl_plugins.data.files import write_complete
 from vl_plugins.errors import UserError
-from vl_plugins.integrations.loading import OTHER_FORMATS, find_checkpoint, is_of_pml, load_model, read_torch_file
+from vl_plugins.integrations.loading import find_checkpoint, is_of_pml, load_content, read_content
 
 __all__ = ["SavedModel", "check_same_model", "read_saved_model"]
 
@@ -64,10 +64,8 @@ def read_saved_model(
         checkpoint, model, model_config: as for :func:`vl_plugins.integrations.loading.load_model`.
     """
     file = find_checkpoint(checkpoint)
-    loaded, transform, tokenizer = load_model(file, model, model_config=model_config)
-    content: Any = None
-    if Path(file).is_file() and Path(file).suffix not in OTHER_FORMATS:
-        content = read_torch_file(file)
+    content = read_content(file)
+    loaded, transform, tokenizer = load_content(file, content, model, model_config=model_config)
     weights = {name: tensor.detach() for name, tensor in loaded.state_dict().items()}
     if is_of_pml(content):
         host = importlib.import_module("vl_plugins.integrations.pytorch_metric_learning.checkpoints")

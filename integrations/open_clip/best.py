@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 from open_clip_train.distributed import broadcast_object, is_master
 
 from vl_plugins.errors import UserError
+from vl_plugins.integrations.loading import BEST
 from vl_plugins.integrations.open_clip.checkpoints import read_checkpoint
 from vl_plugins.integrations.open_clip.host import weights_of
 
 __all__ = ["BestCheckpoint", "BestEpoch"]
 
-FILE = "best.pt"
 ENTRY = "best"  # of a checkpoint: a BestEpoch as a dict
 # Names of metrics of which the smallest is the best have one of these.
 SMALLER_IS_BETTER = ("loss", "rank")
@@ -105,7 +105,7 @@ class BestCheckpoint:
             # With FSDP, all processes gather the weights.
             checkpoint = {"epoch": epoch, "name": self.args.name, **weights_of(model)}
             if self.args.save_logs:
-                self.write(self.add_entries(checkpoint), Path(self.args.checkpoint_path) / FILE)
+                self.write(self.add_entries(checkpoint), Path(self.args.checkpoint_path) / BEST)
         if is_master(self.args):
             logging.info(f"The best {self.best.metric} is {self.best.value:.4f}, of epoch {self.best.epoch}")
         self._end_without_improvement(epoch)
@@ -139,10 +139,10 @@ class BestCheckpoint:
             return f"No epoch has a {metric} that is a number, so there is no best one"
         if epoch == 0:
             return (
-                f"No epoch has a better {metric} than the weights before the first step, {value:.4f}, which {FILE} "
+                f"No epoch has a better {metric} than the weights before the first step, {value:.4f}, which {BEST} "
                 "holds. Try a smaller --lr, or `vl-plugins merge` of both, which is often better than either"
             )
-        return f"The best {metric} is {value:.4f}, of epoch {epoch}: {Path(self.args.checkpoint_path) / FILE}"
+        return f"The best {metric} is {value:.4f}, of epoch {epoch}: {Path(self.args.checkpoint_path) / BEST}"
 
     def _end_without_improvement(self, epoch: int) -> None:
         patience = self.args.patience
@@ -160,9 +160,9 @@ class BestCheckpoint:
         A training with another name has none, and one that was interrupted may have that of a later epoch, which is
         trained again.
         """
-        own = Path(self.args.checkpoint_path) / FILE
+        own = Path(self.args.checkpoint_path) / BEST
         folder = Path(resumed).parent
-        for file in (own, folder / FILE, folder / f"epoch_{self.best.epoch}.pt", Path(resumed)):
+        for file in (own, folder / BEST, folder / f"epoch_{self.best.epoch}.pt", Path(resumed)):
             checkpoint = read_checkpoint(file) if file.is_file() else {}
             if not self._is_of_best_epoch(checkpoint, file):
                 continue

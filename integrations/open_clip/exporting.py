@@ -2,8 +2,6 @@
 
 import json
 import os
-import shutil
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 from open_clip.constants import HF_CONFIG_NAME, HF_SAFE_WEIGHTS_NAME
 from safetensors.torch import save
 
-from vl_plugins.data.files import file_errors, write_file
+from vl_plugins.data.files import partial_folder, write_file
 from vl_plugins.errors import UserError
 from vl_plugins.integrations.open_clip.checkpoints import LOGIT_BIAS
 from vl_plugins.integrations.saved_models import SavedModel, check_same_model, read_saved_model
@@ -62,21 +60,15 @@ def export_model(saved: SavedModel, folder: str | Path, card: str) -> None:
         UserError: something is in the folder, it cannot be written, or open_clip makes another model of it.
     """
     check_folder(folder)
-    target = Path(folder).resolve()
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
-    with file_errors("write", folder):
-        try:
-            weights = {name: tensor.contiguous().clone() for name, tensor in saved.weights.items()}
-            write_file(partial / HF_SAFE_WEIGHTS_NAME, save(weights, metadata={"format": "pt"}))
-            write_file(partial / HF_CONFIG_NAME, json.dumps(_configuration(saved), indent=2).encode())
-            if hasattr(saved.tokenizer, "save_pretrained"):
-                saved.tokenizer.save_pretrained(str(partial))
-            write_file(partial / CARD, card.encode())
-            _check_opened(saved, partial)
-            partial.rename(target)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+    weights = {name: tensor.contiguous().clone() for name, tensor in saved.weights.items()}
+    with partial_folder(folder) as partial:
+        write_file(partial / HF_SAFE_WEIGHTS_NAME, save(weights, metadata={"format": "pt"}))
+        write_file(partial / HF_CONFIG_NAME, json.dumps(_configuration(saved), indent=2).encode())
+        if hasattr(saved.tokenizer, "save_pretrained"):
+            saved.tokenizer.save_pretrained(str(partial))
+        write_file(partial / CARD, card.encode())
+        _check_opened(saved, partial)
+        partial.rename(Path(folder).resolve())
 
 
 def _configuration(saved: SavedModel) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from open_clip_train.distributed import world_info_from_env
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from vl_plugins.integrations.loading import BEST
+
 __all__ = [
     "HAS_TASKS",
     "READS_SAMPLE_KEYS",
@@ -121,7 +123,7 @@ def latest_checkpoint(folder: str, remote: bool = False) -> str | None:
     Names of epochs come after ``best.pt``, so the trainer names it only where there is no other.
     """
     file = host_latest_checkpoint(folder, remote=remote)
-    is_best = file is not None and os.path.basename(file) == "best.pt"
+    is_best = file is not None and os.path.basename(file) == BEST
     return None if is_best else file
 
 

@@ -88,12 +88,14 @@ def mistakes_of_images(images: Tensor, mean_in_use: Sequence[float], args: Names
         mean_in_use: by which the transform normalizes.
         args: the launcher's options.
     """
-    if len(images) > 1 and args.dataset_type != "synthetic" and bool((images == images[:1]).all()):
+    if args.dataset_type == "synthetic":  # whose pictures are all equal
+        return []
+    if len(images) > 1 and bool((images == images[:1]).all()):
         return ["all pictures of the first batch are equal: look at the pictures of --train-data, and at --aug-cfg"]
     mean = expected_mean(args, mean_in_use)
     least, most = images.min().item(), images.max().item()
     is_raw = least >= 0 and (most <= 1 or most > LARGEST_NORMALIZED)
-    if is_raw and min(mean) > 0 and args.dataset_type != "synthetic":
+    if is_raw and min(mean) > 0:
         numbers = ", ".join(f"{number:.3f}" for number in mean)
         return [
             f"the pictures of the first batch lie in [{least:.2f}, {most:.2f}], but the weights were trained with a "

@@ -10,7 +10,7 @@ from typing import Any
 from vl_plugins.errors import number
 from vl_plugins.integrations.command_lines import add_caption_rule, add_max_image_pixels
 
-__all__ = ["add_options", "encode", "positive", "register", "run"]
+__all__ = ["add_options", "device_of", "encode", "positive", "register", "run"]
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -106,12 +106,17 @@ def encode(arguments: argparse.Namespace, checkpoints: list[str], data: Any, nam
 
 def _options(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
     """Return the options of an encoder, by the options of :func:`add_options`."""
-    import torch
-
     names = ("model", "model_config", "batch_size", "workers", "precision", "max_image_pixels")
     options = {name: getattr(arguments, name) for name in names}
+    return options | {"device": device_of(arguments), "name": name}
+
+
+def device_of(arguments: argparse.Namespace) -> str:
+    """Return the device of ``--device``, or else this process's GPU, or the CPU."""
+    import torch
+
     own_device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
-    return options | {"device": arguments.device or own_device, "name": name}
+    return arguments.device or own_device
 
 
 @contextlib.contextmanager

@@ -153,9 +153,7 @@ def _features(arguments: argparse.Namespace, runs: Sequence[tuple[str, str]]) ->
             if encoded is not None:
                 features.append(encoded)
     if collection is not None:
-        from vl_plugins.integrations.encoding import hash_shards
-
-        digest = hash_shards(collection)
+        digest = collection.digest()
         for (name, _), of_run in zip(runs, features, strict=False):
             of_run.check_same_items(collection, name, shards)
             if of_run.description.get("shards_sha256", digest) != digest:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vl_plugins.commands.encode import add_options
+from vl_plugins.commands.encode import add_options, device_of
 from vl_plugins.commands.run_names import run_names
 from vl_plugins.errors import UserError
 
@@ -136,15 +136,13 @@ def _shares(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, tu
 
 def _merger(arguments: argparse.Namespace, checkpoints: Sequence[str]) -> Any:
     """Return the models, the one to evaluate with, and the data."""
-    import torch
-
     from vl_plugins.data import ShardDataset, evaluation_loader, read_collection
     from vl_plugins.data.records import as_rule
     from vl_plugins.integrations.loading import load_model
     from vl_plugins.integrations.merging import Merger
     from vl_plugins.integrations.saved_models import read_saved_model
 
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_of(arguments)
     rule = as_rule(arguments.caption_lines, arguments.caption_fields)
     collections = {}
     for name in ("shards", "retain", "batch_norm"):

@@ -178,8 +178,7 @@ class ShardDataset(Dataset):
             record, members = self.collection.parse(draw.image, data)
             image = decode(members, self.inputs, self.max_image_pixels)
         except Exception as error:  # decoders of damaged files raise nearly anything
-            reason = str(error) if isinstance(error, ValueError) else repr(error)
-            return UserError(f"cannot read {self.collection.place_of(draw.image)}: {reason}")
+            return unreadable(self.collection.place_of(draw.image), error)
         if draw.seed:
             seed_cpu(*draw.seed)
         image = self.transform(image)
@@ -241,6 +240,12 @@ class ShardDataset(Dataset):
             texts, ref_ids = texts.unflatten(0, (len(items), -1)), ref_ids.unflatten(0, (len(items), -1))
         images, labels = stack_inputs([item.image for item in items]), torch.tensor([item.label for item in items])
         return images, texts, labels, ref_ids, matching_ids
+
+
+def unreadable(place: str, error: Exception) -> UserError:
+    """Return the error of an image whose decoder has raised another one."""
+    reason = str(error) if isinstance(error, ValueError) else repr(error)
+    return UserError(f"cannot read {place}: {reason}")
 
 
 def stack_inputs(images: Sequence[Any]) -> Tensor:

@@ -5,10 +5,12 @@ import glob
 import hashlib
 import os
 import posixpath
+import shutil
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import filelock
@@ -230,6 +232,22 @@ def write_file(url: Url, data: bytes | memoryview) -> None:
     """Write a whole file as :func:`write_complete` does."""
     with write_complete(url) as stream:
         stream.write(data)
+
+
+@contextlib.contextmanager
+def partial_folder(folder: Url) -> Iterator[Path]:
+    """Return the place of a local folder that is not complete, ``.<name>.<eight digits>.partial`` beside its own.
+
+    The block writes into it, and renames it at the end. When the block raises, nothing is left behind.
+    """
+    target = Path(folder).resolve()
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+    with file_errors("write", folder):
+        try:
+            yield partial
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
 
 
 @contextlib.contextmanager

@@ -6,12 +6,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from vl_plugins.data.dataset import Item
+from vl_plugins.data.dataset import Item, unreadable
 from vl_plugins.data.encodable import CaptionFile, PictureFolder
 from vl_plugins.data.files import read_bytes
 from vl_plugins.data.limits import MAX_IMAGE_PIXELS
 from vl_plugins.data.samples import decode
-from vl_plugins.errors import UserError
 
 __all__ = ["CaptionDataset", "PictureDataset"]
 
@@ -43,8 +42,7 @@ class PictureDataset(Dataset):
         try:
             image = decode({"jpg": read_bytes(file)}, max_image_pixels=self.max_image_pixels)
         except Exception as error:  # decoders of damaged files raise nearly anything
-            reason = str(error) if isinstance(error, ValueError) else repr(error)
-            raise UserError(f"cannot read {file}: {reason}") from error
+            raise unreadable(str(file), error) from error
         return Item(self.transform(image), [], index, index, [], [])
 
 

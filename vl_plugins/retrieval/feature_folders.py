@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from vl_plugins.data.files import file_errors, lock, write_complete, write_file
+from vl_plugins.data.files import file_errors, lock, partial_folder, write_complete, write_file
 from vl_plugins.errors import UserError
 from vl_plugins.retrieval.feature_arrays import (
     Content,
@@ -171,18 +171,12 @@ def write_folder(arrays: Mapping[str, np.ndarray], values: Mapping[str, Any], fo
     ``.<name>.<eight digits>.partial``, and renamed. A folder of features there is replaced; between two renames there
     is none.
     """
-    target = Path(folder).resolve()
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
-    with file_errors("write", folder):
-        try:
-            for array, name in PART_FOLDERS.items():
-                if array in arrays:
-                    _write_parts(arrays[array], partial / name)
-            _write_rest(partial, values, arrays.get("image_of_caption"))
-            _replace(target, partial)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+    with partial_folder(folder) as partial:
+        for array, name in PART_FOLDERS.items():
+            if array in arrays:
+                _write_parts(arrays[array], partial / name)
+        _write_rest(partial, values, arrays.get("image_of_caption"))
+        _replace(Path(folder).resolve(), partial)
 
 
 def _write_parts(array: np.ndarray, folder: Path) -> None:
