@@ -136,6 +136,8 @@ def plot_merging_curve(
 ) -> None:
     """Draw RSUM over the weight of the second model, as Figure 1 of "Robust fine-tuning of zero-shot models".
 
+    A star marks the best weight, the first of equal ones.
+
     Args:
         weights: (N,) in ascending order, from 0 to 1.
         rsums: (N,) on the shards to choose by.
@@ -148,6 +150,8 @@ def plot_merging_curve(
     axes.plot(weights, rsums, "o-", color=COLORS[0], label="to choose by")
     if retained:
         axes.plot(weights, retained, "s-", color=COLORS[1], label="to retain")
+    best = rsums.index(max(rsums))
+    axes.plot(weights[best], rsums[best], "*", markersize=14, color=COLORS[0], label="the best")
     axes.set(xlabel=f"weight of {names[1]}, from {names[0]}", ylabel="RSUM (percent, at most 600)")
     axes.legend()
     style_curves(axes)
