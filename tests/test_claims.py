@@ -280,6 +280,12 @@ def test_the_commands_of_a_scale_are_printed(capsys):
 
 
 # On pages other than that of the claims: method, baseline and regime.
+LONGER = [
+    ("clip-1.5x", "clip", "clipart"),
+    ("clip-1.5x", "clip", "clipart-scratch"),
+    ("unified-learned-1.5x", "clip-1.5x", "fine-tuned"),
+    ("unified-learned-1.5x", "clip-1.5x", "clipart"),
+]
 QUOTED = {
     "README.md": [
         ("unified-learned", "clip", "fine-tuned"),
@@ -290,6 +296,7 @@ QUOTED = {
         ("unified-learned", "clip", "clipart"),
         ("vlc-learned", "clip", "clipart"),
         ("unified-learned", "clip", "clipart-scratch"),
+        *LONGER,
         ("unified-learned", "vlc-learned", "exact-captions"),
         ("unified-learned", "clip", "stamps"),
         ("unified-learned", "clip", "swapped"),
@@ -357,6 +364,21 @@ QUOTED = {
         ("unified-learned", "vlc-learned", "clipart-scratch"),
         ("unified-learned", "clip", "equal-captions"),
         ("unified-without-ids", "clip", "equal-captions"),
+        ("unified-learned", "clip", "exact-captions"),
+        *LONGER,
+        ("unified-learned", "clip-1.5x", "clipart"),
+        ("clip-2.25x", "clip-1.5x", "clipart"),
+        ("unified-learned-1.5x", "unified-learned", "clipart"),
+        *[
+            (f"unified-learned-margin-{margin}", "vlc-learned", regime)
+            for margin in ("0.05", "0.1", "0.4")
+            for regime in ("equal-captions", "exact-captions", "clipart")
+        ],
+        ("unified-learned-margin-0.05", "unified-learned", "equal-captions"),
+        ("unified-learned-margin-0.05", "unified-learned", "clipart"),
+        ("unified-learned-margin-0.1", "unified-learned", "equal-captions"),
+        ("unified-learned-margin-0.4", "unified-learned", "equal-captions"),
+        ("unified-learned-margin-0.4", "unified-learned", "clipart"),
     ],
 }
 STUDIES = ("claims", "clipart", "stamps")
@@ -394,7 +416,7 @@ FIRST_RATES = [
     ("a CLIP of scenes | 575", "stamps", ("clip", "unified-learned", "vlc-learned")),
     ("none | 2,048", "scratch", ("clip", "unified-learned", "")),
     ("none | 3,578", "clipart-scratch", ("clip", "unified-learned", "vlc-learned")),
-    ("a CLIP of other scenes | 512 scenes with exact", "exact-captions", ("", "unified-learned", "vlc-learned")),
+    ("a CLIP of other scenes | 512 scenes with exact", "exact-captions", ("clip", "unified-learned", "vlc-learned")),
 ]
 
 
