@@ -280,7 +280,8 @@ def test_the_commands_of_a_scale_are_printed(capsys):
 
 
 # On pages other than that of the claims: method, baseline and regime.
-LONGER = [
+ON_CLIP_ART = [
+    ("unified-learned-5-captions", "clip", "clipart"),
     ("clip-1.5x", "clip", "clipart"),
     ("clip-1.5x", "clip", "clipart-scratch"),
     ("unified-learned-1.5x", "clip-1.5x", "fine-tuned"),
@@ -296,7 +297,7 @@ QUOTED = {
         ("unified-learned", "clip", "clipart"),
         ("vlc-learned", "clip", "clipart"),
         ("unified-learned", "clip", "clipart-scratch"),
-        *LONGER,
+        *ON_CLIP_ART,
         ("unified-learned", "vlc-learned", "exact-captions"),
         ("unified-learned", "clip", "stamps"),
         ("unified-learned", "clip", "swapped"),
@@ -365,9 +366,10 @@ QUOTED = {
         ("unified-learned", "clip", "equal-captions"),
         ("unified-without-ids", "clip", "equal-captions"),
         ("unified-learned", "clip", "exact-captions"),
-        *LONGER,
+        *ON_CLIP_ART,
         ("unified-learned", "clip-1.5x", "clipart"),
         ("clip-2.25x", "clip-1.5x", "clipart"),
+        ("unified-learned-5-captions", "unified-learned", "clipart"),
         ("unified-learned-1.5x", "unified-learned", "clipart"),
         *[
             (f"unified-learned-margin-{margin}", "vlc-learned", regime)
