@@ -279,14 +279,14 @@ def test_the_commands_of_a_scale_are_printed(capsys):
     assert "--add needs --claim and --scale" in capsys.readouterr().err
 
 
-# On pages other than that of the claims: method, baseline and regime.
+# Of clip art, on both pages below.
 ON_CLIP_ART = [
     ("unified-learned-5-captions", "clip", "clipart"),
     ("clip-1.5x", "clip", "clipart"),
     ("clip-1.5x", "clip", "clipart-scratch"),
-    ("unified-learned-1.5x", "clip-1.5x", "fine-tuned"),
     ("unified-learned-1.5x", "clip-1.5x", "clipart"),
 ]
+# On pages other than that of the claims: method, baseline and regime.
 QUOTED = {
     "README.md": [
         ("unified-learned", "clip", "fine-tuned"),
@@ -298,6 +298,7 @@ QUOTED = {
         ("vlc-learned", "clip", "clipart"),
         ("unified-learned", "clip", "clipart-scratch"),
         *ON_CLIP_ART,
+        ("unified-learned-1.5x", "clip-1.5x", "fine-tuned"),
         ("unified-learned", "vlc-learned", "exact-captions"),
         ("unified-learned", "clip", "stamps"),
         ("unified-learned", "clip", "swapped"),
@@ -367,6 +368,7 @@ QUOTED = {
         ("unified-without-ids", "clip", "equal-captions"),
         ("unified-learned", "clip", "exact-captions"),
         *ON_CLIP_ART,
+        ("unified-learned-1.5x", "clip-1.5x", "fine-tuned"),
         ("unified-learned", "clip-1.5x", "clipart"),
         ("clip-2.25x", "clip-1.5x", "clipart"),
         ("unified-learned-5-captions", "unified-learned", "clipart"),
