@@ -279,14 +279,17 @@ def test_the_commands_of_a_scale_are_printed(capsys):
     assert "--add needs --claim and --scale" in capsys.readouterr().err
 
 
-# Of clip art, on both pages below.
-ON_CLIP_ART = [
+# On both README and the page of measurements.
+ON_BOTH_PAGES = [
     ("unified-learned-5-captions", "clip", "clipart"),
     ("clip-1.5x", "clip", "clipart"),
     ("clip-1.5x", "clip", "clipart-scratch"),
     ("unified-learned-1.5x", "clip-1.5x", "clipart"),
+    ("unified-learned-1.5x", "clip-1.5x", "clipart-scratch"),
+    ("sets-4-1.5x", "sets-1-1.5x", "clipart"),
+    ("sets-4", "sets-1", "fine-tuned"),
 ]
-# On pages other than that of the claims: method, baseline and regime.
+# On pages other than that of the claims: method, baseline and regime, and that of the baseline where it is another one.
 QUOTED = {
     "README.md": [
         ("unified-learned", "clip", "fine-tuned"),
@@ -297,7 +300,7 @@ QUOTED = {
         ("unified-learned", "clip", "clipart"),
         ("vlc-learned", "clip", "clipart"),
         ("unified-learned", "clip", "clipart-scratch"),
-        *ON_CLIP_ART,
+        *ON_BOTH_PAGES,
         ("unified-learned-1.5x", "clip-1.5x", "fine-tuned"),
         ("unified-learned", "vlc-learned", "exact-captions"),
         ("unified-learned", "clip", "stamps"),
@@ -315,7 +318,6 @@ QUOTED = {
         ("unified-learned-5-captions", "unified-learned", "fine-tuned"),
         ("unified", "vlc", "frozen"),
         ("unified", "triplet-hn", "frozen-long"),
-        ("sets-4", "sets-1", "fine-tuned"),
         ("sets-4", "unified-learned", "fine-tuned"),
         ("unified-learned", "unified", "fine-tuned"),
         ("unified-learned", "vlc-learned", "fine-tuned"),
@@ -367,10 +369,20 @@ QUOTED = {
         ("unified-learned", "clip", "equal-captions"),
         ("unified-without-ids", "clip", "equal-captions"),
         ("unified-learned", "clip", "exact-captions"),
-        *ON_CLIP_ART,
+        *ON_BOTH_PAGES,
         ("unified-learned-1.5x", "clip-1.5x", "fine-tuned"),
         ("unified-learned", "clip-1.5x", "clipart"),
-        ("clip-2.25x", "clip-1.5x", "clipart"),
+        *[(method, "clip-1.5x", "clipart") for method in ("clip-2.25x", "triplet-hn-1.5x", "sets-4-1.5x", "sets-1-1.5x")],
+        *[
+            (method, "clip-1.5x", "clipart-scratch")
+            for method in ("unified-learned-5-captions-1.5x", "triplet-hn-1.5x", "sets-4-1.5x", "sets-1-1.5x")
+        ],
+        ("sets-4-1.5x", "unified-learned-1.5x", "clipart"),
+        ("sets-4-1.5x", "unified-learned-1.5x", "clipart-scratch"),
+        ("sets-4-1.5x", "sets-1-1.5x", "clipart-scratch"),
+        ("unified-learned-5-captions-1.5x", "unified-learned-1.5x", "clipart-scratch"),
+        ("clip", "clip", "clipart", "clipart-scratch"),
+        ("clip-1.5x", "clip-1.5x", "clipart", "clipart-scratch"),
         ("unified-learned-5-captions", "unified-learned", "clipart"),
         ("unified-learned-1.5x", "unified-learned", "clipart"),
         *[
@@ -398,8 +410,8 @@ def results_with(regime):
 def test_quoted_intervals_are_those_of_the_study(page):
     """Each of one difference by itself, with its time in a table."""
     text = (ROOT / page).read_text(encoding="utf-8").replace("−", "-")
-    for method, baseline, regime in QUOTED[page]:
-        comparison = Comparison(regime, method, baseline)
+    for method, baseline, regime, *baseline_regime in QUOTED[page]:
+        comparison = Comparison(regime, method, baseline, baseline_regime=" ".join(baseline_regime))
         found = finding(comparison, results_with(regime), comparisons=1)
         interval = f"[{found.low:.1f}, {found.high:.1f}]"
         assert interval in text, (comparison, interval)
