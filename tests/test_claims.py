@@ -372,11 +372,13 @@ QUOTED = {
         *ON_BOTH_PAGES,
         ("unified-learned-1.5x", "clip-1.5x", "fine-tuned"),
         ("unified-learned", "clip-1.5x", "clipart"),
-        *[(method, "clip-1.5x", "clipart") for method in ("clip-2.25x", "triplet-hn-1.5x", "sets-4-1.5x", "sets-1-1.5x")],
+        ("clip-2.25x", "clip-1.5x", "clipart"),
         *[
-            (method, "clip-1.5x", "clipart-scratch")
-            for method in ("unified-learned-5-captions-1.5x", "triplet-hn-1.5x", "sets-4-1.5x", "sets-1-1.5x")
+            (method, "clip-1.5x", regime)
+            for method in ("sets-4-1.5x", "sets-1-1.5x", "triplet-hn-1.5x")
+            for regime in ("clipart", "clipart-scratch")
         ],
+        ("unified-learned-5-captions-1.5x", "clip-1.5x", "clipart-scratch"),
         ("sets-4-1.5x", "unified-learned-1.5x", "clipart"),
         ("sets-4-1.5x", "unified-learned-1.5x", "clipart-scratch"),
         ("sets-4-1.5x", "sets-1-1.5x", "clipart-scratch"),
