@@ -288,6 +288,7 @@ ON_BOTH_PAGES = [
     ("unified-learned-1.5x", "clip-1.5x", "clipart-scratch"),
     ("sets-4-1.5x", "sets-1-1.5x", "clipart"),
     ("sets-4", "sets-1", "fine-tuned"),
+    ("unified-learned-5-captions", "unified-learned", "clipart"),
 ]
 # On pages other than that of the claims: method, baseline and regime, and that of the baseline where it is another one.
 QUOTED = {
@@ -369,6 +370,7 @@ QUOTED = {
         ("unified-learned", "clip", "equal-captions"),
         ("unified-without-ids", "clip", "equal-captions"),
         ("unified-learned", "clip", "exact-captions"),
+        ("triplet-hn", "clip", "equal-captions"),
         *ON_BOTH_PAGES,
         ("unified-learned-1.5x", "clip-1.5x", "fine-tuned"),
         ("unified-learned", "clip-1.5x", "clipart"),
@@ -385,7 +387,6 @@ QUOTED = {
         ("unified-learned-5-captions-1.5x", "unified-learned-1.5x", "clipart-scratch"),
         ("clip", "clip", "clipart", "clipart-scratch"),
         ("clip-1.5x", "clip-1.5x", "clipart", "clipart-scratch"),
-        ("unified-learned-5-captions", "unified-learned", "clipart"),
         ("unified-learned-1.5x", "unified-learned", "clipart"),
         *[
             (f"unified-learned-margin-{margin}", "vlc-learned", regime)
