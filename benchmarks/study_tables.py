@@ -99,7 +99,10 @@ def write_tables(study: Study, results: Results) -> str:
             table = comparison_table(cell, results, differences)
             parts.append(f"## {cell.regime}, {cell.seeds} seeds, against `{cell.baseline}`\n\n{table}\n")
             title = f"{cell.regime}: RSUM against {cell.baseline}"
-            panels[title] = panels.get(title, {}) | differences  # of all cells with this baseline
+            # Of all cells with this baseline; the first of them has the most seeds.
+            panel = panels.setdefault(title, {})
+            for method, difference in differences.items():
+                panel.setdefault(method, difference)
     if panels:
         draw_differences(panels, results.folder / "study.svg")
     text = "\n".join([TITLE, *parts])

@@ -173,16 +173,19 @@ def test_tables(results):
 
 
 def test_the_picture_has_the_methods_of_all_cells(results, monkeypatch):
-    """Also of cells with the same baseline."""
+    """Also of cells with the same baseline; what two of them have is drawn from the first."""
     for method, rsum in (("clip", 90.0), ("unified", 96.0), ("long", 93.0)):
         for rate in ("1e-3", "1e-2", "1e-1"):
-            for seed in (0, 1):
-                save(results, Run("short", method, rate, seed), val=rsum + (rate == "1e-2"), test=rsum)
-    results.study.cells = [Cell("short", "clip", [method], seeds=2) for method in ("unified", "long")]
+            for seed in (0, 1, 2):
+                save(results, Run("short", method, rate, seed), val=rsum + (rate == "1e-2"), test=rsum + seed)
+    first, second = Cell("short", "clip", ["unified"], seeds=3), Cell("short", "clip", ["unified", "long"], seeds=2)
+    results.study.cells = [first, second]
     drawn = []
     monkeypatch.setattr(study_tables, "draw_differences", lambda panels, file: drawn.append(panels))
     write_tables(results.study, results)
-    assert [list(panel) for panel in drawn[0].values()] == [["unified", "long"]]
+    (panel,) = drawn[0].values()
+    assert list(panel) == ["unified", "long"]
+    assert panel["unified"].half_width == rsum_differences(first, results)["unified"].half_width
 
 
 def test_outcomes_are_kept_whole(tmp_path):
